@@ -23,7 +23,9 @@ def open_file(name: str | Path) -> Iterator[BinaryIO]:
                 raise OSError(None, "not a regular file")
             yield file
     except OSError as error:
-        tried = "" if os.path.isabs(name) else f"; relative paths start in {os.getcwd()}: give an absolute one"
+        tried = ""
+        if not os.path.isabs(name):
+            tried = f"; relative paths start in {os.getcwd()}: give an absolute one"
         raise DataError(f"{name}: cannot be read ({error.strerror}{tried})") from error
 
 
@@ -54,9 +56,10 @@ def read_json(path: Path) -> dict:
 def read_text(name: str | Path) -> str:
     """The text of a file; DataError if it cannot be read."""
     try:
-        return read_bytes(name).decode().replace("\r\n", "\n").replace("\r", "\n")
+        text = read_bytes(name).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def download(
@@ -67,12 +70,13 @@ def download(
     import huggingface_hub  # on demand: local files need no network library
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    options = {"repo_type": repo_type, "revision": revision, "allow_patterns": patterns}
     try:
-        return Path(huggingface_hub.snapshot_download(name, **options))
+        copy = huggingface_hub.snapshot_download(name, repo_type=repo_type, revision=revision, allow_patterns=patterns)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        text = " ".join(str(error).split())
+        cause = f"{type(error).__name__}: {text[:200]}"
         raise DataError(f"{problem} and could not be fetched from the hub ({cause}); {instead}") from error
+    return Path(copy)
 
 
 def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tuple[int, dict]]:
@@ -82,15 +86,21 @@ def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tup
     with open_file(file) as lines:  # of bytes: text has other line ends too, and a cut line may be no text
         for number, line in enumerate(iter(partial(lines.readline, MAX_BYTES), b""), 1):
             end += len(line)
+            is_cut = not line.endswith(b"\n")
             try:
-                record = json.loads(line)
-                if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
-                    raise ValueError("not an object with a step")
+                record = _record_of(line)
             except (ValueError, RecursionError) as error:
                 if bad_lines is not None:
                     bad_lines.append(number)
-                elif line.endswith(b"\n"):
+                elif not is_cut:
                     raise ConfigError(f"{file}:{number}: not written by grpo.py ({error}): remove the line") from error
                 continue
-            if line.endswith(b"\n"):
+            if not is_cut:
                 yield end, record
+
+
+def _record_of(line: bytes) -> dict:
+    record = json.loads(line)
+    if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
+        raise ValueError("not an object with a step")
+    return record

@@ -17,10 +17,27 @@ from support.inputs.files import download, read_json
 
 # Fields of config.json that change the computation, each with the values that `Decoder` computes: the fields that
 # transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
-UNSET = ("quantization_config", "compression_config", "text_config", "per_layer_config", "block_configs")
-UNSET += ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
-UNSET += ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "dual_chunk_attention_config")
-UNSET += ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction", "mrope_section", "no_rope_layers")
+UNSET = (
+    "quantization_config",
+    "compression_config",
+    "text_config",
+    "per_layer_config",
+    "block_configs",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "dual_chunk_attention_config",
+    "rotary_emb_base",
+    "rotary_pct",
+    "rotary_emb_fraction",
+    "mrope_section",
+    "no_rope_layers",
+)
 OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
 SUPPORTED_VALUES = {
     "model_type": ("llama", "qwen2", "qwen3"),
@@ -53,6 +70,9 @@ class Llama3Rope:
     original_max_position_embeddings: int
 
 
+LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """What the decoder computes, under HF's field names where there is one. Made by `from_hf`."""
@@ -79,33 +99,31 @@ class ModelConfig:
     def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
         ConfigError names a field that is missing, has the wrong type, or asks for what `Decoder` does not compute."""
-        content, hf = hf, hf | _rope_of(hf, source)
-        of_llama = {"sliding_window": (None,)} if hf.get("model_type") == "llama" else {}  # Qwen's has a switch
-        for field, supported in (SUPPORTED_VALUES | of_llama).items():
-            if hf.get(field) not in supported:
-                names = ", ".join("absent" if value is None else repr(value) for value in supported)
-                raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
-        names = hf.get("architectures") or []  # vLLM builds the first
-        if not all(name.lower().startswith(hf["model_type"]) for name in names):
-            raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
-        if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
-            raise ConfigError(f"{source}: layer_types: only 'full_attention' is supported")
-        llama3 = Llama3Rope.__dataclass_fields__ if hf["rope_type"] == "llama3" else ()
-        for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
-            value, types = hf.get(field), (int, float) if field in NUMBERS else (int,)
-            is_needed = value is not None or field in (*INTEGERS, "rms_norm_eps", *llama3)
-            if is_needed and not (isinstance(value, types) and value > 0):
-                expected = " or ".join(kind.__name__ for kind in types)
-                raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
-        is_qwen2, has_bias = hf["model_type"] == "qwen2", bool(hf.get("attention_bias"))
+        content = hf
+        hf = hf | _rope_of(hf, source)
+        _check_values(hf, source)
+        has_llama3_rope = hf["rope_type"] == "llama3"
+        needed = (*INTEGERS, "rms_norm_eps")
+        if has_llama3_rope:
+            needed += LLAMA3_FIELDS
+        _check_numbers(hf, needed, source)
+        is_qwen2 = hf["model_type"] == "qwen2"
+        has_bias = bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
+        rope_scaling = None
+        if has_llama3_rope:
+            rope_scaling = Llama3Rope(**{field: hf[field] for field in LLAMA3_FIELDS})
         return cls(
-            **{field: hf[field] for field in INTEGERS},
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_hidden_layers=hf["num_hidden_layers"],
+            num_attention_heads=heads,
             num_key_value_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=hf.get("rope_theta") or DEFAULT_THETA,
-            rope_scaling=Llama3Rope(**{field: hf[field] for field in llama3}) if llama3 else None,
+            rope_scaling=rope_scaling,
             tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
             qkv_bias=is_qwen2 or has_bias,  # Qwen2 always has them, and never a bias on o_proj
             o_bias=has_bias and not is_qwen2,
@@ -117,44 +135,102 @@ class ModelConfig:
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        hidden = self.hidden_size
         yield EMBEDDING, (self.vocab_size, hidden)
         yield "model.norm.weight", (hidden,)
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, hidden)
-        rows = {"q": queries, "k": keys, "v": keys, "o": hidden}
-        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-        layer: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
-        layer |= {f"self_attn.{n}_proj.weight": (size, queries if n == "o" else hidden) for n, size in rows.items()}
-        layer |= {f"self_attn.{n}_proj.bias": (rows[n],) for n in "qkv" * self.qkv_bias + "o" * self.o_bias}
-        layer |= {f"self_attn.{n}_norm.weight": (self.head_dim,) for n in "qk" * self.qk_norm}
-        layer |= dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (inner, hidden))
-        layer["mlp.down_proj.weight"] = hidden, inner
+        block = self._block_shapes()
         for number in range(self.num_hidden_layers):
-            yield from ((f"model.layers.{number}.{name}", shape) for name, shape in layer.items())
+            for name, shape in block.items():
+                yield f"model.layers.{number}.{name}", shape
+
+    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        shapes = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+        }
+        if self.qkv_bias:
+            shapes["self_attn.q_proj.bias"] = (queries,)
+            shapes["self_attn.k_proj.bias"] = (keys,)
+            shapes["self_attn.v_proj.bias"] = (keys,)
+        if self.o_bias:
+            shapes["self_attn.o_proj.bias"] = (hidden,)
+        if self.qk_norm:
+            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
+            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
+        shapes["mlp.gate_proj.weight"] = (inner, hidden)
+        shapes["mlp.up_proj.weight"] = (inner, hidden)
+        shapes["mlp.down_proj.weight"] = (hidden, inner)
+        return shapes
+
+
+def _check_values(hf: dict, source: str) -> None:
+    """ConfigError for a field with a value that `Decoder` does not compute."""
+    supported_values = SUPPORTED_VALUES
+    if hf.get("model_type") == "llama":
+        supported_values = SUPPORTED_VALUES | {"sliding_window": (None,)}  # Qwen's has a switch
+    for field, supported in supported_values.items():
+        if hf.get(field) not in supported:
+            names = ", ".join("absent" if value is None else repr(value) for value in supported)
+            raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
+    names = hf.get("architectures") or []  # vLLM builds the first
+    if not all(name.lower().startswith(hf["model_type"]) for name in names):
+        raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+        raise ConfigError(f"{source}: layer_types: only 'full_attention' is supported")
+
+
+def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
+    """ConfigError for a number that is missing, of another type, or not above 0."""
+    for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
+        value = hf.get(field)
+        if value is None and field not in needed:
+            continue
+        if field in NUMBERS:
+            is_right = isinstance(value, int | float) and value > 0
+            expected = "int or float"
+        else:
+            is_right = isinstance(value, int) and value > 0
+            expected = "int"
+        if not is_right:
+            raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
 
 
 def _rope_of(hf: dict, source: str) -> dict:
     """The settings of the rotary embedding, with `rope_type`. ConfigError for a setting that `Decoder` would ignore."""
-    given = [hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)]  # transformers 5 and 4
-    rope = given[0] if given else {}
-    if given != [rope] * len(given):
+    of_transformers_5 = hf.get("rope_parameters") or {}
+    of_transformers_4 = hf.get("rope_scaling") or {}
+    if of_transformers_5 and of_transformers_4 and of_transformers_5 != of_transformers_4:
         raise ConfigError(f"{source}: rope_parameters and rope_scaling differ: remove one")
-    rope = {"rope_type": rope.get("type", "default")} | rope
-    applied = ROPE_FIELDS + (tuple(Llama3Rope.__dataclass_fields__) if rope["rope_type"] == "llama3" else ())
-    ignored = [name for name in rope if name not in applied]
-    if rope["rope_type"] in SUPPORTED_VALUES["rope_type"] and ignored:
-        raise ConfigError(f"{source}: remove {', '.join(ignored)}: no effect with rope_type={rope['rope_type']!r}")
-    return rope
+    given = of_transformers_5 or of_transformers_4
+    kind = given.get("rope_type", given.get("type", "default"))
+    applied = ROPE_FIELDS
+    if kind == "llama3":
+        applied += LLAMA3_FIELDS
+    ignored = [name for name in given if name not in applied]
+    if ignored and kind in SUPPORTED_VALUES["rope_type"]:
+        raise ConfigError(f"{source}: remove {', '.join(ignored)}: no effect with rope_type={kind!r}")
+    return given | {"rope_type": kind}
 
 
 def weight_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files of this folder that the index names. They may be missing."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.exists() or not index.exists():
         return [single]
-    return [folder / name for name in sorted({Path(name).name for name in read_json(index)["weight_map"].values()})]
+    file_of_tensor = read_json(index)["weight_map"]
+    names = {Path(name).name for name in file_of_tensor.values()}
+    return [folder / name for name in sorted(names)]
 
 
 def missing_weights(folder: Path) -> list[str]:
@@ -171,7 +247,9 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
         with open_weights(path) as file:
             for name in file.keys():
                 header = file.get_slice(name)
-                stored[name] = path, header.get_shape() if header.get_dtype() in FLOATS else header.get_dtype()
+                stored[name] = path, header.get_shape()
+                if header.get_dtype() not in FLOATS:
+                    stored[name] = path, header.get_dtype()
     for name, shape in expected:
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
@@ -194,18 +272,24 @@ def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
     """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`. What
     the hub has is fetched, of a model also the `weights`."""
     folder = Path(name)
-    if not os.path.exists(folder) and name.count("/") == 1 and not name.startswith((".", "/")):
+    is_model = key.endswith("model_name")
+    may_be_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
+    if may_be_on_hub and not os.path.exists(folder):
         problem = f"{key}: '{name}' is not a local folder"
         instead = "without network, download it elsewhere and give the folder's path"
-        patterns = ["*.json", "*.jinja"] + ["*.safetensors"] * (weights and key.endswith("model_name"))
+        patterns = ["*.json", "*.jinja"]
+        if is_model and weights:
+            patterns.append("*.safetensors")
         folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
         fix = "give a Hugging Face folder or a hub name org/model"
         raise DataError(f"{key}: no folder '{name}' (tried {os.path.abspath(name)}): {fix}")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+    config = folder / "config.json"
+    is_adapter = (folder / "adapter_config.json").is_file() and not config.exists()
+    if is_adapter:
         raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
-    if key.endswith("model_name") and not (folder / "config.json").is_file():
-        raise DataError(f"{key}: {folder / 'config.json'}: cannot be read (no such file): give a folder that has one")
+    if is_model and not config.is_file():
+        raise DataError(f"{key}: {config}: cannot be read (no such file): give a folder that has one")
     return folder
 
 

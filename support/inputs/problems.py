@@ -6,7 +6,7 @@ A row has text under a key, chat `messages` (a closing assistant message is the 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
@@ -29,19 +29,27 @@ class ProblemMaker:
 
     def __init__(self, cfg: DatasetConfig, tokenizer: Tokenizer, limit: int, tasks: Mapping[str, str], source: Source):
         self.explicit_env = cfg.env_name  # also scores rows whose task_name is no environment
-        self.cfg = cfg = with_preset(cfg)
+        self.cfg = with_preset(cfg)
         self.tokenizer = tokenizer
         self.limit = limit
         self.source = source
-        self.system = read_text(cfg.system_prompt_file) if cfg.system_prompt_file else None
-        self.prompt = split_prompt(cfg.prompt_file) if cfg.prompt_file else None
-        self.processor = import_attribute(cfg.processor, "processor") if cfg.processor else None
+        self.system: str | None = None
+        if self.cfg.system_prompt_file:
+            self.system = read_text(self.cfg.system_prompt_file)
+        self.prompt: tuple[str, str] | None = None
+        if self.cfg.prompt_file:
+            self.prompt = split_prompt(self.cfg.prompt_file)
+        self.processor: Callable[[Any], dict | None] | None = None
+        if self.cfg.processor:
+            self.processor = import_attribute(self.cfg.processor, "processor")
         # task_name of a row -> environment. A row may not name arbitrary code: only the config does.
         self.env_names = {name: name for name in ENVIRONMENTS} | dict(tasks)
-        self.env_names |= dict.fromkeys((None, cfg.set_name, cfg.env_name), cfg.env_name)
+        for name in (None, self.cfg.set_name, self.cfg.env_name):
+            self.env_names[name] = self.cfg.env_name
 
     def __call__(self, number: int) -> Problem | str:
-        where, row = self.source.where(number), self.source.read(number)
+        where = self.source.where(number)
+        row = self.source.read(number)
         try:
             return self._problem(number, row)
         except ControlTokenInText as error:
@@ -52,25 +60,18 @@ class ProblemMaker:
             raise DataError(f"{where}: {describe(error)} (the forms of a row: docs/tasks.md)") from error
 
     def _problem(self, number: int, raw: Any) -> Problem | str:
-        raw = self.processor(raw) if self.processor else raw
+        if self.processor is not None:
+            raw = self.processor(raw)
         if raw is None:
             return "by processor"
         if not isinstance(raw, dict):
             raise DataError(f"expected an object, got {type(raw).__name__}")
         messages, value, tools = read_row(raw, self.cfg)
-        answer = value if isinstance(value, str | None) else json.dumps(value, allow_nan=False)
-        task = raw.get("task_name")
-        env_name = self.env_names.get(task, self.explicit_env)
-        if env_name is None:
-            fix = f"use {', '.join(ENVIRONMENTS)}, or set data.task_to_env or env_name of this data set"
-            raise DataError(f"task_name {task!r:.80} is not an environment: {fix}")
-        is_compared = env_name in ("exact", "math", "math_multi_reward")
-        if is_compared and answer is None:
-            raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
-        if is_compared and isinstance(value, list | dict | bool):
-            raise DataError(f"the answer {shortened(value)} is neither text nor number: no reply can equal it")
-        if is_compared and GSM8K_MARK in answer:
-            answer = answer.rpartition(GSM8K_MARK)[2].strip() or answer
+        env_name = self._env_name(raw.get("task_name"))
+        if env_name in ("exact", "math", "math_multi_reward"):
+            answer = self._compared_answer(raw, value)
+        else:
+            answer = _as_text(value)
         messages = self._with_prompts(messages)
         ids = self.tokenizer.render(messages, tools, max_tokens=self.limit)
         if not ids:
@@ -82,33 +83,66 @@ class ProblemMaker:
             return f"over {self.limit} tokens"
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
+    def _env_name(self, task: Any) -> str:
+        env_name = self.env_names.get(task, self.explicit_env)
+        if env_name is None:
+            fix = f"use {', '.join(ENVIRONMENTS)}, or set data.task_to_env or env_name of this data set"
+            raise DataError(f"task_name {task!r:.80} is not an environment: {fix}")
+        return env_name
+
+    def _compared_answer(self, raw: dict, value: Any) -> str:
+        """The answer of an environment that compares it with the reply."""
+        if value is None:
+            raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
+        answer = _as_text(value)
+        if isinstance(value, list | dict | bool):
+            raise DataError(f"the answer {shortened(value)} is neither text nor number: no reply can equal it")
+        _, mark, final = answer.rpartition(GSM8K_MARK)
+        if mark and final.strip():
+            return final.strip()
+        return answer
+
     def _with_prompts(self, messages: list[dict]) -> list[dict]:
         """Puts the prompt file around the last user message, and the system prompt first if the row has none."""
-        if self.prompt:
+        if self.prompt is not None:
             users = [message for message in messages if message["role"] == "user"]
             if not users:
                 raise DataError(f"no user message to put prompt_file={self.cfg.prompt_file} around")
-            users[-1]["content"] = users[-1]["content"].join(self.prompt)  # what the file has before and after it
+            last = users[-1]
+            before, after = self.prompt
+            last["content"] = before + last["content"] + after
         if self.system and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
 
 
+def _as_text(value: Any) -> str | None:
+    if isinstance(value, str | None):
+        return value
+    return json.dumps(value, allow_nan=False)
+
+
 def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict] | None]:
     """(messages, answer as read or None, tools or None) of a row. DataError for a row in none of the forms."""
-    params, tools = raw.get("responses_create_params"), raw.get("tools")
+    params = raw.get("responses_create_params")
+    tools = raw.get("tools")
     output_keys = OUTPUT_KEYS
     if params is not None:
         messages, gym_tools = _gym_prompt(params)
         tools = gym_tools or tools
         output_keys = [place + name for place in GYM_PLACES for name in (*OUTPUT_KEYS, "label")]
-    else:
-        input_keys = (cfg.input_key,) if cfg.input_key else INPUT_KEYS
-        messages = _first(raw, (*input_keys, "messages") if cfg.input_key else ("messages", *input_keys))
+    elif cfg.input_key:
+        messages = _first(raw, (cfg.input_key, "messages"))
         if messages is None:
-            raise no_key(raw, "input_key", ("messages", *input_keys))
+            raise no_key(raw, "input_key", ("messages", cfg.input_key))
+    else:
+        messages = _first(raw, ("messages", *INPUT_KEYS))
+        if messages is None:
+            raise no_key(raw, "input_key", ("messages", *INPUT_KEYS))
     messages = _chat(messages)
-    answer = _first(raw, (cfg.output_key,) if cfg.output_key else output_keys)
+    if cfg.output_key:
+        output_keys = (cfg.output_key,)
+    answer = _first(raw, output_keys)
     if messages[-1]["role"] == "assistant":
         if answer is not None or messages[-1].get("tool_calls"):
             raise DataError(
@@ -128,31 +162,41 @@ def no_key(raw: dict, setting: str, names: Sequence[str]) -> DataError:
 
 def split_prompt(name: str) -> tuple[str, str]:
     """The text of prompt file `name` before and after its {}. As in NeMo RL, {{ and }} stand for braces."""
-    parts = [{"{{": "{", "}}": "}"}.get(part, part) for part in re.split(r"(\{\{|\}\}|\{\})", read_text(name))]
+    parts = re.split(r"(\{\{|\}\}|\{\})", read_text(name))
     if parts.count("{}") != 1:
         raise DataError(f"{name}: needs exactly one {{}} where the input goes ({{{{}}}} is not counted)")
-    place = parts.index("{}")
-    return "".join(parts[:place]), "".join(parts[place + 1 :])
+    braces = {"{{": "{", "}}": "}"}
+    texts = [braces.get(part, part) for part in parts]
+    place = texts.index("{}")
+    return "".join(texts[:place]), "".join(texts[place + 1 :])
 
 
 def _first(raw: dict, keys: Sequence[str]) -> Any:
     """The value of the first key that has one, else None."""
-    return next((value for key in keys if (value := _under(raw, key)) is not None), None)
+    for key in keys:
+        value = _under(raw, key)
+        if value is not None:
+            return value
+    return None
 
 
 def _under(raw: Any, key: str) -> Any:
     """raw["a.b"], else raw["a"]["b"]; None where there is nothing."""
     if not isinstance(raw, dict):
         return None
-    first, dot, rest = key.partition(".")
-    return _under(raw.get(first), rest) if dot and key not in raw else raw.get(key)
+    if key in raw or "." not in key:
+        return raw.get(key)
+    first, _, rest = key.partition(".")
+    return _under(raw.get(first), rest)
 
 
 def _chat(messages: Any) -> list[dict]:
     """The chat messages of a text or a list of messages; a text in parts becomes one text."""
-    chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    chat = [message | {"content": _joined(message)} for message in chat]
-    if not chat or not all(isinstance(message[key], str) for message in chat for key in ("role", "content")):
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    chat = [message | {"content": _joined(message)} for message in messages]
+    are_texts = all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in chat)
+    if not chat or not are_texts:
         raise DataError("expected a text or a non-empty list of messages {role, content} with text in both")
     return chat
 
@@ -162,7 +206,9 @@ def _joined(message: dict, key: str = "content") -> Any:
     content = message.get(key)
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
-    return "" if content is None and message.get("tool_calls") else content
+    if content is None and message.get("tool_calls"):
+        return ""
+    return content
 
 
 def _gym_prompt(params: dict) -> tuple[list, list[dict]]:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar, overload
 
 import numpy as np
 
@@ -25,7 +25,10 @@ from support.system.progress import Progress
 HELD_ROWS = 100_000
 HELD_BYTES = 2**28
 CHUNK = 256  # an environment checks the answers of this many rows at once
-Check = Callable[[str, list[tuple[str, str, dict]]], None]  # env_name, (where, answer, fields) of rows
+T = TypeVar("T")
+Answer = tuple[str, str, dict]  # of a row: where it is, its answer, its fields
+Check = Callable[[str, list[Answer]], None]  # by an environment's name
+OnRank0 = Callable[[Callable[[], T]], T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,19 @@ class Problems(Sequence):
     def __len__(self) -> int:
         return len(self.rows) * self.repeat
 
-    def __getitem__(self, index: int | slice) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
         place = range(len(self))[index]
-        if isinstance(place, range):
-            return [self[i] for i in place]
         row = int(self.rows[place % len(self.rows)])
-        if held := self.held.get(row):
+        held = self.held.get(row)
+        if held is not None:
             return replace(deepcopy(held), prompt_ids=list(held.prompt_ids))  # an environment may change its fields
         problem = self.maker(row)
         if isinstance(problem, str):
@@ -74,7 +84,7 @@ def load_dataset(
     check: Check,
     *,
     max_rows: int | None = None,
-    on_rank0: Callable[[Callable[[], Any]], Any] = lambda scan: scan(),
+    on_rank0: OnRank0 = lambda scan: scan(),
 ) -> tuple[Dataset, Dataset | None]:
     """The dataset of a section, and the part that split_validation_size takes out of it, or None.
 
@@ -87,46 +97,64 @@ def load_dataset(
     source = open_source(with_preset(cfg))
     maker = ProblemMaker(cfg, tokenizer, max_prompt_tokens, tasks, source)
     size = len(source.numbers), source.num_bytes
-    scanned, held, size_on_rank0 = on_rank0(lambda: (*_scan(maker, max_rows, check), size))
+    (scanned, held), size_on_rank0 = on_rank0(lambda: (_scan(maker, max_rows, check), size))
     if size != size_on_rank0:
         raise DataError(f"{source.name}: this rank and rank 0 find different rows: give all machines the same data")
     for env_name in scanned.env_names:
         check(env_name, [])
     whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat, held))
-    return _split(whole, cfg) if cfg.split_validation_size else (whole, None)
+    if cfg.split_validation_size:
+        return _split(whole, cfg)
+    return whole, None
 
 
 def _split(whole: Dataset, cfg: DatasetConfig) -> tuple[Dataset, Dataset]:
     """(the rest, split_validation_size of the rows), both in order. `seed` and the number of rows decide the split."""
-    size, rows = cfg.split_validation_size, whole.problems.rows
-    count = int(size) if size >= 1 else max(1, round(size * len(rows)))
-    if count >= len(rows):
-        raise DataError(f"{whole.path}: split_validation_size={size:g} leaves none of {len(rows)} rows to train on")
-    order = np.random.Generator(np.random.PCG64([cfg.seed, len(rows)])).permutation(len(rows))
+    size = cfg.split_validation_size
+    num_rows = len(whole.problems.rows)
+    if size >= 1:
+        count = int(size)
+    else:
+        count = max(1, round(size * num_rows))
+    if count >= num_rows:
+        raise DataError(f"{whole.path}: split_validation_size={size:g} leaves none of {num_rows} rows to train on")
+    generator = np.random.Generator(np.random.PCG64([cfg.seed, num_rows]))
+    order = generator.permutation(num_rows)
+    rest = _part(whole, f"rest {count} {cfg.seed}", order[count:])
+    part = _part(whole, f"part {count} {cfg.seed}", order[:count])
+    return rest, replace(part, left_out="")
 
-    def part(name: str, indices: np.ndarray) -> Dataset:
-        text = f"{whole.fingerprint} {name} {count} {cfg.seed}"
-        problems = replace(whole.problems, rows=rows[np.sort(indices)])
-        return replace(whole, problems=problems, fingerprint=hashlib.sha256(text.encode()).hexdigest())
 
-    return part("rest", order[count:]), replace(part("part", order[:count]), left_out="")
+def _part(whole: Dataset, name: str, indices: np.ndarray) -> Dataset:
+    fingerprint = hashlib.sha256(f"{whole.fingerprint} {name}".encode()).hexdigest()
+    rows = whole.problems.rows[np.sort(indices)]
+    problems = replace(whole.problems, rows=rows)
+    return replace(whole, problems=problems, fingerprint=fingerprint)
+
+
+def _picked(numbers: np.ndarray, max_rows: int, seed: int) -> np.ndarray:
+    """`max_rows` of the rows: half are the first ones, the others are drawn from the rest."""
+    num_first = max_rows // 2
+    generator = np.random.Generator(np.random.PCG64(seed))
+    drawn = generator.choice(len(numbers) - num_first, max_rows - num_first, replace=False)
+    return np.concatenate([numbers[:num_first], numbers[num_first + np.sort(drawn)]])
 
 
 def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Dataset, dict[int, Problem]]:
     """Makes and checks the problems. Returns the dataset, with row numbers as problems, and row number -> problem."""
-    source, cfg = maker.source, maker.cfg
+    source = maker.source
+    cfg = maker.cfg
     numbers = np.asarray(source.numbers)
     picked = numbers
     is_sample = max_rows is not None and len(numbers) > max_rows
-    if is_sample:  # half are the first rows, the others are drawn from the rest
-        first, generator = max_rows // 2, np.random.Generator(np.random.PCG64(cfg.seed))
-        drawn = generator.choice(len(numbers) - first, max_rows - first, replace=False)
-        picked = numbers[np.r_[:first, first + np.sort(drawn)]]
+    if is_sample:
+        picked = _picked(numbers, max_rows, cfg.seed)
     is_held = len(numbers) < HELD_ROWS and source.num_bytes < HELD_BYTES
-    usable, held = array("q"), {}
+    usable = array("q")
+    held = {}
     left_out: dict[str, array] = {}  # reason -> numbers of rows
     digest = hashlib.sha256()
-    chunks: dict[str, list[tuple[str, str, dict]]] = {}
+    chunks: dict[str, list[Answer]] = {}
     for number in Progress(f"{source.name}: rows checked", picked.tolist()):
         problem = maker(number)
         if isinstance(problem, str):
@@ -144,11 +172,20 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
             chunk.clear()
     for env_name, chunk in chunks.items():
         check(env_name, chunk)
-    reasons = ", ".join(
-        f"{len(rows):,} left out: {reason} (first: {source.where(rows[0])})" for reason, rows in left_out.items()
-    )
+    reasons = []
+    for reason, rows in left_out.items():
+        reasons.append(f"{len(rows):,} left out: {reason} (first: {source.where(rows[0])})")
     if not usable:
-        raise DataError(f"{source.name}: no usable row: {reasons or 'it is empty'}")
+        raise DataError(f"{source.name}: no usable row: {', '.join(reasons) or 'it is empty'}")
     digest.update(str(cfg.repeat).encode())
-    rows = np.setdiff1d(numbers, np.setdiff1d(picked, usable))  # rows that were not picked count as usable
-    return Dataset(source.name, rows, digest.hexdigest(), cfg.set_name, reasons, is_sample, tuple(chunks)), held
+    refused = np.setdiff1d(picked, usable)
+    dataset = Dataset(
+        path=source.name,
+        problems=np.setdiff1d(numbers, refused),  # rows that were not picked count as usable
+        fingerprint=digest.hexdigest(),
+        name=cfg.set_name,
+        left_out=", ".join(reasons),
+        is_sample=is_sample,
+        env_names=tuple(chunks),
+    )
+    return dataset, held

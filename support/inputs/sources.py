@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -54,14 +53,24 @@ def with_preset(cfg: DatasetConfig) -> DatasetConfig:
     name = cfg.dataset_name
     if name is None or ":" in name:
         return replace(cfg, env_name=cfg.env_name or "exact")
-    preset = next((preset for key, preset in PRESETS.items() if _plain(key) == _plain(name)), None)
+    presets = {_plain(key): preset for key, preset in PRESETS.items()}
+    preset = presets.get(_plain(name))
     if preset is None:
         raise DataError(
             f"dataset_name '{name}' is unknown; known: {', '.join(PRESETS)}, and your own module:function; or "
             "remove dataset_name and set data_path to a file or a hub dataset"
         )
-    keys = {key: getattr(cfg, key) or implied for key, implied in preset._asdict().items()}
-    return replace(cfg, name=cfg.set_name, dataset_name=None, **keys)
+    return replace(
+        cfg,
+        name=cfg.set_name,
+        dataset_name=None,
+        data_path=cfg.data_path or preset.data_path,
+        subset=cfg.subset or preset.subset,
+        split=cfg.split or preset.split,
+        input_key=cfg.input_key or preset.input_key,
+        output_key=cfg.output_key or preset.output_key,
+        env_name=cfg.env_name or preset.env_name,
+    )
 
 
 def _plain(name: str) -> str:
@@ -89,21 +98,25 @@ def open_source(cfg: DatasetConfig) -> Source:
         function = import_attribute(cfg.dataset_name, "dataset_name")
         problem = f"dataset_name '{cfg.dataset_name}', which must return a sequence of rows,"
         return _held(cfg.dataset_name, call(problem, function, cfg))
-    name, suffix = cfg.data_path, Path(cfg.data_path).suffix
+    name = cfg.data_path
+    suffix = Path(name).suffix
     is_local = name.startswith((".", "/")) or suffix in SUFFIXES or os.path.exists(name)
     if not is_local and name.count("/") == 1:
         return _read_hub(name, cfg)
     if suffix == ".parquet":
         return _read_parquet(name, [name])
     with open_file(name) as file:
-        if not file.read(4096).removeprefix(BOM).lstrip().startswith(b"["):
+        start = file.read(4096).removeprefix(BOM).lstrip()
+        if not start.startswith(b"["):
             return _read_jsonl(name, file)
-    return _held(name, parse_json(read_bytes(name), name))
+    rows = parse_json(read_bytes(name), name)
+    return _held(name, rows)
 
 
 def _read_jsonl(name: str, file: BinaryIO) -> Source:
     """A file with a JSON object in each line; blank lines are no rows."""
-    offsets, numbers = array("Q"), array("q")
+    offsets = array("Q")
+    numbers = array("q")
     start = file.seek(0)
     for line in file:
         if line.strip().removeprefix(BOM).strip():
@@ -136,21 +149,32 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
         table = pyarrow.concat_tables(tables, promote_options="default")
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{name}: cannot be read as parquet ({error})") from error
+
+    def read(number: int) -> dict:
+        (row,) = table.slice(number, 1).to_pylist()
+        return row
+
     # The table stays in its columns: it is far smaller than its rows as dicts.
-    return Source(name, range(len(table)), lambda number: table.slice(number, 1).to_pylist()[0], table.nbytes)
+    return Source(name, range(len(table)), read, table.nbytes)
 
 
 def _read_hub(name: str, cfg: DatasetConfig) -> Source:
     """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
     instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
-    folders = [f"{subset or 'default'}/{cfg.split or 'train'}" for subset in (cfg.subset or "").split("+")]
+    subsets = ["default"]
+    if cfg.subset:
+        subsets = [subset or "default" for subset in cfg.subset.split("+")]
+    folders = [f"{subset}/{cfg.split or 'train'}" for subset in subsets]
     patterns = [f"{folder}/*.parquet" for folder in folders]
     problem = f"data_path: '{name}' is not a local file"
     copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
-    files = [sorted(copy.glob(pattern)) for pattern in patterns]
-    if [] in files:
-        raise DataError(
-            f"data_path: '{name}' has no {folders[files.index([])]} in the hub's parquet copy of it (branch "
-            f"{PARQUET_BRANCH}): set subset and split to a folder that is there, {instead}"
-        )
-    return _read_parquet(name, [*chain.from_iterable(files)])
+    files = []
+    for folder in folders:
+        files_of_folder = sorted(copy.glob(f"{folder}/*.parquet"))
+        if not files_of_folder:
+            raise DataError(
+                f"data_path: '{name}' has no {folder} in the hub's parquet copy of it (branch {PARQUET_BRANCH}): set "
+                f"subset and split to a folder that is there, {instead}"
+            )
+        files += files_of_folder
+    return _read_parquet(name, files)

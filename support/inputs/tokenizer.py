@@ -60,17 +60,34 @@ class Tokenizer:
             raise DataError(f"{self.file}: not a usable tokenizer ({error!s:.200})") from error
         self.backend.no_truncation()  # the file may ask for both; transformers ignores it too
         self.backend.no_padding()
-        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         settings_file = folder / "tokenizer_config.json"
-        self.settings = read_json(settings_file) if settings_file.exists() else {}
-        given = {name: self.settings.get(name) for name in SPECIAL}
-        special = {name: text["content"] if isinstance(text, dict) else text for name, text in given.items() if text}
-        self.names: dict[str, Any] = {"documents": None} | special | (template_kwargs or {})
+        self.settings = {}
+        if settings_file.exists():
+            self.settings = read_json(settings_file)
+        special = self._special_tokens()
+        self.names: dict[str, Any] = {"documents": None, **special}
+        if template_kwargs:
+            self.names |= template_kwargs
         # The start's date for the whole run, even past midnight. The time of day would differ between ranks.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
-        self.templates = {name: self._compile(text, folder) for name, text in self._texts(folder, template).items()}
+        self.templates = {}
+        for name, text in self._texts(folder, template).items():
+            self.templates[name] = self._compile(text, folder)
         self.eos_token_ids = self._eos_token_ids(folder, special.get("eos_token", ""))
         self._find_control_tokens()
+
+    def _special_tokens(self) -> dict[str, str]:
+        """The special tokens of tokenizer_config.json: name -> text."""
+        tokens = {}
+        for name in SPECIAL:
+            token = self.settings.get(name)
+            if isinstance(token, dict) and token:
+                tokens[name] = token["content"]
+            elif token:
+                tokens[name] = token
+        return tokens
 
     def _texts(self, folder: Path, template: str | None) -> dict[str, str]:
         """Name -> template, of which one is "default"; {} for none."""
@@ -83,11 +100,15 @@ class Tokenizer:
                 fix = "default = the model's own template, null = none"
                 raise DataError(f"policy.tokenizer.chat_template: neither template nor file: {error}; {fix}") from error
         file = folder / "chat_template.jinja"
-        entries = read_text(file) if file.exists() else self.settings.get("chat_template") or []
+        if file.exists():
+            return {"default": read_text(file)}
+        entries = self.settings.get("chat_template") or []
         if isinstance(entries, str):
             return {"default": entries}
         texts = {entry["name"]: entry["template"] for entry in entries}  # HF's named templates
-        return texts if "default" in texts else {}
+        if "default" not in texts:
+            return {}
+        return texts
 
     def _compile(self, text: str, folder: Path) -> jinja2.Template:
         """The template in jinja's sandbox, with everything that transformers gives to templates."""
@@ -97,40 +118,62 @@ class Tokenizer:
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # unlike jinja2's, leaves < > & as is
         environment.globals["raise_exception"] = _raise_template_error
         environment.globals["strftime_now"] = self.now.strftime
-        del environment.filters["random"], environment.globals["lipsum"]  # a prompt is a function of its row
+        del environment.filters["random"]  # a prompt is a function of its row
+        del environment.globals["lipsum"]
+        text = GENERATION_TAG.sub(r"\1with", text)
         try:
-            return environment.from_string(GENERATION_TAG.sub(r"\1with", text))
+            return environment.from_string(text)
         except Exception as error:  # jinja2 compiles to Python, which raises its own errors
             raise DataError(f"{folder}: the chat template does not parse ({error})") from error
 
     def _eos_token_ids(self, folder: Path, token: str) -> list[int]:
-        ids = {self.backend.token_to_id(token)} - {None}
+        ids = set()
+        token_id = self.backend.token_to_id(token)
+        if token_id is not None:
+            ids.add(token_id)
         for file in (folder / "generation_config.json", folder / "config.json"):
-            value = read_json(file).get("eos_token_id") if file.exists() else None
-            ids |= set(value if isinstance(value, list) else [] if value is None else [value])
+            if not file.exists():
+                continue
+            value = read_json(file).get("eos_token_id")
+            if isinstance(value, list):
+                ids |= set(value)
+            elif value is not None:
+                ids.add(value)
         if not ids or max(ids) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
             expected = f"expected ids below {self.vocab_size} in generation_config.json or config.json (eos_token_id)"
             raise DataError(f"{folder}: end tokens {ids or '{}'}: {expected}, or tokenizer_config.json (eos_token)")
         return sorted(ids)
 
     def _find_control_tokens(self) -> None:
-        decoder = self.backend.get_added_tokens_decoder()
-        self.added = {token_id: token.content for token_id, token in decoder.items()}
-        control = {
-            text
-            for token_id, text in self.added.items()
-            if text and (decoder[token_id].special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text))
-        }
-        first = re.escape("".join({token[0] for token in control}))
-        any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
-        # A match consumes one character, so that overlapping tokens are found; the first lookahead is for speed.
-        self.control = re.compile(f"(?=[{first}])(?=({any_token}))(.)" if control else "(?!)", re.DOTALL)
-        self.starts = tuple({token[:k] for token in control for k in range(1, len(token))})
-        self.ends = tuple({token[k:] for token in control for k in range(1, len(token))})
+        self.added: dict[int, str] = {}
+        control = set()
+        for token_id, token in self.backend.get_added_tokens_decoder().items():
+            text = token.content
+            self.added[token_id] = text
+            is_control = token.special or token_id in self.eos_token_ids or LOOKS_SPECIAL.fullmatch(text)
+            if text and is_control:
+                control.add(text)
+        pattern = "(?!)"  # matches nothing
+        if control:
+            first = re.escape("".join({token[0] for token in control}))
+            any_token = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+            # A match consumes one character, so that overlapping tokens are found; the first lookahead is for speed.
+            pattern = f"(?=[{first}])(?=({any_token}))(.)"
+        self.control = re.compile(pattern, re.DOTALL)
+        starts = set()
+        ends = set()
+        for token in control:
+            for k in range(1, len(token)):
+                starts.add(token[:k])
+                ends.add(token[k:])
+        self.starts = tuple(starts)
+        self.ends = tuple(ends)
 
-    def control_tokens(self, *values: Any) -> Iterator[str]:
-        """The control tokens in the strings of `values`, which may be nested in dicts and lists, in order."""
-        return (match[1] for string in _strings(values) for match in self.control.finditer(string))
+    def control_tokens(self, value: Any) -> Iterator[str]:
+        """The control tokens in the strings of `value`, which may be nested in dicts and lists, in order."""
+        for string in _strings(value):
+            for match in self.control.finditer(string):
+                yield match[1]
 
     def render(
         self,
@@ -149,11 +192,22 @@ class Tokenizer:
         it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
         """
         text = self._write(messages, tools, add_generation_prompt, escape=escape)
-        ids = self._encode(encodable(text) if escape else text, max_tokens)
+        if escape:
+            text = encodable(text)
+        ids = self._encode(text, max_tokens)
         if self.templates or not ids:
             return ids
-        plain, whole = (self.backend.encode("a", add_special_tokens=special).ids for special in (False, True))
-        return whole[: next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)] + ids
+        return self._ids_before_text() + ids
+
+    def _ids_before_text(self) -> list[int]:
+        """What the tokenizer itself puts before a text, such as Llama's BOS."""
+        plain = self.backend.encode("a", add_special_tokens=False).ids
+        whole = self.backend.encode("a", add_special_tokens=True).ids
+        start = 0
+        while whole[start : start + len(plain)] != plain:
+            start += 1
+            assert start < len(whole), (whole, plain)
+        return whole[:start]
 
     def observation_ids(
         self,
@@ -171,26 +225,31 @@ class Tokenizer:
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
         max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves out the reply.
         """
-        used = set().union(*_strings([messages, observation, tools]))
-        hole = next(char for char in map(chr, PRIVATE_USE) if char not in used)
+        hole = _unused_character([messages, observation, tools])
         reply = {"role": "assistant", "content": hole}
         text = self._write([*messages, reply, *observation], tools, escape=True)
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
         text = encodable(text[text.rindex(hole) + 1 :])
-        end = self.added.get(int(reply_ids[-1]), "") if len(reply_ids) else ""
+        end = ""
+        if len(reply_ids) > 0:
+            end = self.added.get(int(reply_ids[-1]), "")
         if end:
             text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
         # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
-        before, whole = (self._encode(hole + end + part, max_tokens) for part in ("", text))
-        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, max_tokens)
+        before = self._encode(hole + end, max_tokens)
+        whole = self._encode(hole + end + text, max_tokens)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self._encode(text, max_tokens)
 
     def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
         """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this
         after each token of a request (IncrementalDetokenizer.update), and ends the request at a string."""
         for new_id in new_ids:
             ids.append(new_id)
-            if found := self.stop_string(ids, strings):
+            found = self.stop_string(ids, strings)
+            if found is not None:
                 return found
         return None
 
@@ -200,8 +259,9 @@ class Tokenizer:
         last_ids = ids[-size - 8 :]  # an id has a byte or more
         for first in range(4):  # the first ids may end a character: then the bytes next to them may not be decoded
             text = self.backend.decode(last_ids[first:], skip_special_tokens=False)
-            if found := next((string for string in strings if string in text), None):
-                return found
+            for string in strings:
+                if string in text:
+                    return string
             if not text.startswith("\ufffd"):
                 break
         return None
@@ -211,39 +271,49 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        if max_tokens is not None and len(text) > 16 * max_tokens + 256:
-            ids = self.backend.encode(text[: 16 * max_tokens + 256], add_special_tokens=False).ids
-            if len(ids) > 2 * max_tokens:  # at the cut, a word may have other tokens than in the whole text
-                return ids
+        if max_tokens is not None:
+            start = text[: 16 * max_tokens + 256]
+            if len(start) < len(text):
+                ids = self.backend.encode(start, add_special_tokens=False).ids
+                if len(ids) > 2 * max_tokens:  # at the cut, a word may have other tokens than in the whole text
+                    return ids
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
         """The text that the template writes. ControlTokenInText if a message would add a token, unless `escape`."""
-
-        def write(parts: Sequence[Any]) -> str:
-            if not self.templates:
-                return "".join(message["content"] for message in parts[:-1])
-            template = self.templates["tool_use" if tools and "tool_use" in self.templates else "default"]
-            values = {"messages": parts[:-1], "tools": parts[-1], "add_generation_prompt": add_generation_prompt}
-            try:
-                return template.render(self.names | values)
-            except Exception as error:  # a template is a program
-                raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
-
-        parts = [*messages, list(tools) if tools else None]
-        escaped = self._escape(parts)
-        if escaped == parts:
-            return write(parts)
-        token = next(self.control_tokens(parts), None)
+        plain = [list(messages), list(tools) if tools else None]
+        escaped = self._escape(plain)
+        if escaped == plain:
+            return self._render_template(*plain, add_generation_prompt)
+        token = next(self.control_tokens(plain), None)
         if token is None:  # a text begins or ends with part of a token: do its neighbours complete it?
-            text = write(parts)
-            tokens = zip_longest(self.control_tokens(text), self.control_tokens(write(escaped)))
-            token = next((first or second for first, second in tokens if first != second), None)
+            text = self._render_template(*plain, add_generation_prompt)
+            escaped_text = self._render_template(*escaped, add_generation_prompt)
+            token = self._first_difference(text, escaped_text)
             if token is None:
                 return text
         if not escape:
             raise ControlTokenInText(token)
-        return write(escaped)
+        return self._render_template(*escaped, add_generation_prompt)
+
+    def _render_template(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
+        if not self.templates:
+            return "".join(message["content"] for message in messages)
+        template = self.templates["default"]
+        if tools and "tool_use" in self.templates:
+            template = self.templates["tool_use"]
+        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return template.render(self.names | values)
+        except Exception as error:  # a template is a program
+            raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
+
+    def _first_difference(self, text: str, escaped_text: str) -> str | None:
+        """The first control token that only one of the two texts has at its place."""
+        for token, escaped_token in zip_longest(self.control_tokens(text), self.control_tokens(escaped_text)):
+            if token != escaped_token:
+                return token or escaped_token
+        return None
 
     def _escape(self, value: Any) -> Any:
         """A copy of nested dicts and lists whose strings hold no control token, nor complete one with a neighbour."""
@@ -253,10 +323,33 @@ class Tokenizer:
             return [self._escape(entry) for entry in value]
         if not isinstance(value, str):
             return value
-        text = self.control.sub(lambda match: match[2] + ESCAPE if len(match[1]) > 1 else "\ufffd", value)
+        text = self.control.sub(_escaped_token, value)
         bare = text.strip()  # templates may trim
-        before, after = ESCAPE * bare.startswith(self.ends), ESCAPE * bare.endswith(self.starts)
-        return text.replace(bare, before + bare + after)
+        safe = bare
+        if bare.startswith(self.ends):
+            safe = ESCAPE + safe
+        if bare.endswith(self.starts):
+            safe += ESCAPE
+        return text.replace(bare, safe)
+
+
+def _escaped_token(match: re.Match) -> str:
+    """What replaces a control token's first character."""
+    token = match[1]
+    if len(token) == 1:
+        return "\ufffd"
+    return token[0] + ESCAPE
+
+
+def _unused_character(value: Any) -> str:
+    """A character for private use that no string in `value` has."""
+    used = set()
+    for string in _strings(value):
+        used.update(string)
+    for code in PRIVATE_USE:
+        if chr(code) not in used:
+            return chr(code)
+    raise DataError("the messages use all characters for private use")
 
 
 def encodable(text: str) -> str:
