@@ -16,12 +16,13 @@ from config import ConfigError, shortened
 
 MAX_LENGTH = 1_000_000  # characters of a script, and of all that its variables put in
 MAX_DEPTH = 20  # quotes and expansions within each other
+MAX_CHOICES = 32  # of a variable that branches set; beyond, each of its items may be there or not
 MAX_NUMBER = 10**18  # in $((...))
 
 NAME = r"[A-Za-z_]\w*"
 KEY = r"\+*[A-Za-z_]\w*(?:\.[\w-]+)+"
 BRANCHES = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done", "select": "done"}
-PREFIXES = ("then", "else", "elif", "do", "{", "!", "time", "export", "local", "declare", "readonly", "env")
+PREFIXES = ("then", "do", "{", "!", "time", "export", "local", "declare", "readonly", "env")
 ARITHMETIC: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -46,6 +47,7 @@ class Command(NamedTuple):
 
 
 HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
+NOTHING = "nothing"
 PLAIN_VARIABLE = re.compile(rf"\$({NAME}|[0-9@*#?$!-])")
 
 
@@ -163,13 +165,22 @@ def _end_of_group(text: str, start: int, inside: int, closing: str, depth: int) 
 # ---------------------------------------------------------------------------------------------------- words to values
 
 
+Variables = dict[str, list[list[str]]]  # name -> what it may be, each a list of items; one item where it is no array
+
+
+class Branch(NamedTuple):
+    end: str  # the word that ends it
+    before: Variables
+    ends: list[Variables]  # of its parts that are over, such as that of `then`
+
+
 class _Script:
     """The variables and the overrides of a script, up to the command that was read last."""
 
     def __init__(self):
-        self.variables = {name: [Word(text)] for name, text in os.environ.items()}  # an array has several words
+        self.variables: Variables = {name: [[text]] for name, text in os.environ.items()}
         self.values: dict[str, list[Word]] = {}  # key -> what the commands give it
-        self.open_branches: list[str] = []  # the words that will end them
+        self.branches: list[Branch] = []  # those that are open
         self.used: set[str] = set()  # names of variables that were put in
         self.length = 0  # of all that was put in
 
@@ -178,29 +189,31 @@ class _Script:
         for key, values in self.values.items():
             texts = list(dict.fromkeys(word.text for word in values))
             if not all(word.is_sure for word in values):
-                texts = ["nothing", *texts]
-            value = texts[0] if len(texts) == 1 else f"$({' or '.join(texts)})"
-            found.append(f"{key}={value}")
+                texts = [NOTHING, *texts]
+            found.append(f"{key}={_one_of(texts)}")
         return found
 
     def unused(self) -> list[str]:
-        lines = []
+        lines = set()
         for name in self.variables.keys() - self.used - os.environ.keys():
-            for word in self.variables[name]:
-                keys = re.findall(rf"(?:^|\s)({KEY})=", word.text)
-                lines += [f"{key}: left out, because no command gets ${name}" for key in keys]
+            for items in self.variables[name]:
+                for key in re.findall(rf"(?:^|\s)({KEY})=", "\n".join(items)):
+                    lines.add(f"{key}: left out, because no command gets ${name}")
         return sorted(lines)
 
     def read(self, command: Command) -> None:
+        if command.operator == ";;" and self.branches:
+            self._end_part()
+        before = dict(self.variables)
         words = self._without_prefixes(command.words)
-        is_sure = not self.open_branches and command.operator not in ("&&", "||")
         while words:
             assignment = re.match(rf"({NAME})(\+?)=", words[0])
             if assignment is None:
                 break
-            value = words[0][assignment.end() :]
-            self._assign(assignment[1], value, is_sure=is_sure, appends=assignment[2] == "+")
+            self._assign(assignment[1], words[0][assignment.end() :], appends=assignment[2] == "+")
             words = words[1:]
+        if command.operator in ("&&", "||"):
+            self.variables = _merged([before, self.variables])
         previous = ""
         for word in words:
             for field in self._fields(word):
@@ -214,47 +227,50 @@ class _Script:
         while words:
             first = words[0]
             if first in BRANCHES:
-                self.open_branches.append(BRANCHES[first])
+                self.branches.append(Branch(BRANCHES[first], dict(self.variables), [self.variables]))
+                self.variables = dict(self.variables)
                 if first == "for" and len(words) > 2 and words[2] == "in":
-                    self._bind_loop(words[1], words[3:])
+                    items = [field.text for item in words[3:] for field in self._fields(item)]
+                    self.variables[words[1]] = [[item] for item in items]
                     return []
-            elif self.open_branches and first == self.open_branches[-1]:
-                self.open_branches.pop()
+            elif self.branches and first == self.branches[-1].end:
+                branch = self.branches.pop()
+                self.variables = _merged([*branch.ends, self.variables])
+            elif self.branches and first in ("else", "elif"):
+                self._end_part()
+                if first == "else":
+                    del self.branches[-1].ends[0]  # one of the parts is taken
             elif first not in PREFIXES:
                 return words
             words = words[1:]
         return words
 
-    def _bind_loop(self, name: str, items: Sequence[str]) -> None:
-        texts = [field.text for item in items for field in self._fields(item)]
-        self.variables[name] = [Word(text, is_sure=len(texts) == 1) for text in texts]
+    def _end_part(self) -> None:
+        branch = self.branches[-1]
+        branch.ends.append(self.variables)
+        self.variables = dict(branch.before)
 
-    def _assign(self, name: str, value: str, *, is_sure: bool, appends: bool) -> None:
-        old = self.variables.get(name, [])
+    def _assign(self, name: str, value: str, *, appends: bool) -> None:
+        old = self.variables.get(name, [[]])
         if value.startswith("("):
-            items = [item for command in _commands(value[1:-1]) for item in command.words]
-            fields = [field for item in items for field in self._fields(item)]
-            new = [Word(field.text, field.is_sure and is_sure) for field in fields]
-            if appends:
-                self.variables[name] = old + new
-                return
+            words = [word for command in _commands(value[1:-1]) for word in command.words]
+            items = [field.text for word in words for field in self._fields(word)]
+            self.variables[name] = [[*items_before, *items] for items_before in old] if appends else [items]
         else:
             text = self._text(value, 0)
             if appends:
-                text = self._value_of(name, f"${name}") + text
-            new = [Word(text, is_sure)]
-        if not is_sure:
-            before = [Word(word.text, is_sure=False) for word in old]
-            new = before + [word for word in new if word not in before]
-        self.variables[name] = new
+                text = self._value_of(name, "") + text
+            self.variables[name] = [[text]]
 
     def _note(self, field: Word) -> None:
-        """Keeps the field if it is an override."""
-        key, equals, value = field.text.partition("=")
-        if not equals or not re.fullmatch(rf"{KEY}|--config-name", key) or key.startswith("hydra."):
+        """Keeps the field if it is an override, or those in a `$(one or other)`."""
+        if field.text.startswith("$("):
+            for key, value in re.findall(rf"(?:^\$\(|\s)({KEY})=(\S*)", field.text):
+                self.values.setdefault(key, []).append(Word(value.rstrip(")"), is_sure=False))
             return
-        words = self.values.setdefault(key, [])
-        words.append(Word(value, field.is_sure))
+        key, equals, value = field.text.partition("=")
+        if equals and re.fullmatch(rf"{KEY}|--config-name", key) and not key.startswith("hydra."):
+            self.values.setdefault(key, []).append(Word(value, field.is_sure))
 
     def _fields(self, word: str) -> list[Word]:
         """A word as it is written -> the words that a shell makes of it."""
@@ -265,12 +281,11 @@ class _Script:
         self.used.add(name)
         if name not in self.variables:
             return [Word(word)]
-        if variable[3] or word.startswith('"'):
-            found = self.variables[name]
-        else:
-            found = [Word(part, value.is_sure) for value in self.variables[name] for part in _split(value.text)]
-        self._count(sum(len(value.text) for value in found))
-        return found
+        choices = self.variables[name]
+        if not variable[3] and not word.startswith('"'):
+            choices = [[part for item in items for part in _split(item)] for items in choices]
+        self._count(sum(len(item) for items in choices for item in items))
+        return [Word(item, all(item in other for other in choices)) for items in choices for item in items]
 
     def _text(self, word: str, depth: int) -> str:
         """The text of a word, with its variables put in and without its quotes."""
@@ -316,16 +331,17 @@ class _Script:
         if variable is None:
             return part
         name, default = variable[1] or variable[2], variable[3]
-        if default is None or self.variables.get(name, [Word("")]) != [Word("")]:
+        if default is None or self.variables.get(name, [[]]) not in ([[]], [[""]]):
             return self._value_of(name, part)
         return self._text(default, depth + 1)
 
     def _value_of(self, name: str, written: str) -> str:
+        """The text of a variable; as it is written, if nobody sets it."""
         self.used.add(name)
-        words = self.variables.get(name)
-        if words is None or not all(word.is_sure for word in words):
+        if name not in self.variables:
             return written
-        text = " ".join(word.text for word in words)
+        text = _one_of([" ".join(items) or NOTHING for items in self.variables[name]])
+        text = "" if text == NOTHING else text
         self._count(len(text))
         return text
 
@@ -341,6 +357,24 @@ class _Script:
             return str(_whole_number(ast.parse(text.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
             return written
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """The text, or `$(one or other)`."""
+    return texts[0] if len(texts) == 1 else f"$({' or '.join(texts)})"
+
+
+def _merged(ends: Sequence[Variables]) -> Variables:
+    """The variables after a branch with these ends."""
+    merged: Variables = {}
+    for name in dict.fromkeys(name for end in ends for name in end):
+        found: list[list[str]] = []
+        for end in ends:
+            found += [items for items in end.get(name, [[]]) if items not in found]
+        if len(found) > MAX_CHOICES:
+            found = [[], list(dict.fromkeys(item for items in found for item in items))]
+        merged[name] = found
+    return merged
 
 
 def _split(text: str) -> list[str]:

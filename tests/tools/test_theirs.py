@@ -288,12 +288,18 @@ SCRIPTS = {
         "  $ALL data.max_prompt_length=96 trainer.nnodes=$K",
         {GROUP: 4, LR: 2e-6, PROMPTS: 1024, "data.shuffle": True, "grpo.seed": 42, "data.max_input_seq_length": 512},
         [
-            "train_batch_size='$B'",
+            "train_batch_size='$(16 or 32)'",
             "data.shuffle: left out, because no command gets $A",
             "data.seed='$(nothing or 9)'",
             "(64 or 96)",
             "--config-name=mine",
         ],
+    ),
+    "a word that every branch keeps": (
+        "A='data.seed=5 data.shuffle=False'\nif x; then\n  A=\"$A data.train_batch_size=8\"\nelse\n"
+        '  A="$A trainer.total_epochs=2"\nfi\npython -m verl.trainer.main_ppo $A',
+        {"grpo.seed": 5, "data.shuffle": False, PROMPTS: 1024},
+        ["train_batch_size='$(nothing or 8)'", "trainer.total_epochs='$(nothing or 2)'"],
     ),
     "what only a shell knows": (
         "data.train_batch_size=$(nproc) data.max_response_length=64",
