@@ -21,6 +21,8 @@ set -euo pipefail
 
 read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")  # not `| head -1`: scontrol may die of the closed pipe
 export ENDPOINT=$head:$((29500 + SLURM_JOB_ID % 1000))  # jobs that share a node get different ports
+cancelled=
+trap 'cancelled=1' TERM  # by scancel, which signals the nodes itself
 # --wait: after one node's part ends, the others have 120 s to say what they know.
 # shellcheck disable=SC2016  # each node has its own SLURM_NODEID
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=120 \
@@ -30,9 +32,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=120 \
 ' train "$@" checkpointing.resume=auto &
 step=$!
 
-cancelled=
 trap 'kill -USR1 "$step" || true' USR1
-trap 'cancelled=1' TERM  # by scancel, which signals the nodes itself
 while status=0; do
     wait "$step" || status=$?
     kill -0 "$step" 2>/dev/null || break  # if it lives, a signal ended `wait`

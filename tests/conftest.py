@@ -27,11 +27,11 @@ SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "agents
 SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 # By what it or one of its fixtures starts: ranks, or the real command.
 LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
-# Fixtures of the session that take long to make -> the files that use them: a run of the real command, vLLM's engine.
+# Fixtures of the session that take long to make -> the files that use them: vLLM's engine.
 TOGETHER = {
-    "unbroken": ("command/test_signals.py", "command/test_split.py"),
     "engine": (
         "core/test_engine.py",
+        "core/test_families.py",
         "core/test_unfinished.py",
         "core/test_fast_run.py",
         "hf/test_adapter.py",
@@ -187,15 +187,6 @@ def engine(one_rank, tiny):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)
     grpo = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more than without it, which is the same
     return Engine(tiny[0], read_model_config(tiny[0]), Tokenizer(tiny[0]), config.Config(policy=policy, grpo=grpo))
-
-
-@pytest.fixture(scope="session")
-def unbroken(tmp_path_factory):
-    """The folder of 6 steps of the real command without a break, with a checkpoint of each."""
-    from run_life import run_to_the_end
-
-    every = ("checkpointing.save_period=1", "checkpointing.keep_latest=6")
-    return run_to_the_end(tmp_path_factory.mktemp("unbroken"), 6, *every)
 
 
 @pytest.fixture

@@ -45,7 +45,6 @@ def assert_nothing_is_half_written(runs):
         assert found["same"] and found.get("again", 0) == 0, (name, found)
 
 
-@pytest.mark.long
 def test_runs_go_on_over_a_full_disk(tmp_path_factory):
     runs = runs_of(tmp_path_factory)
     assert_nothing_is_half_written(runs)

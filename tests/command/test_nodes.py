@@ -167,6 +167,18 @@ def prepare(work: Path) -> Path:
     return work
 
 
+def test_two_nodes_train_in_one_run_folder(tmp_path):
+    work = prepare(tmp_path)
+    short = ("grpo.max_num_steps=2", "grpo.val_at_start=false", "grpo.val_at_end=false")
+    nodes = start(work, run_words(work, work / "shared", *short))
+    ends = [node.wait(200) for node in nodes]
+    assert ends == [(0, "trained to step 2")] * 2, nodes[0].log.read_text()[-3000:]
+    assert [path.name for path in (work / "shared").iterdir()] == ["exp_001"]
+    assert steps(work / "shared" / "exp_001") == [1, 2]
+    tensors, *_ = at_step(work / "shared" / "exp_001", 2)
+    assert {name.split("/")[0] for name in tensors} == {"rank_00000.safetensors", "rank_00001.safetensors"}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The run folder of an unbroken run on two nodes."""

@@ -46,7 +46,7 @@ def head_error(engine, policy):
     return max((logits - hidden @ head_VD.T).abs().max().item() for hidden, logits in seen)
 
 
-@ranks(1, seconds=180)
+@ranks(1, seconds=180, with_vllm=True)
 def gaps_of(family, folder, compare, precision="float32", names=None):
     """Name of a parameter -> (gap after it alone was perturbed, gap after the next sync); "start" is before."""
     make_tiny(folder, family=family, tied=False)
@@ -68,12 +68,25 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
     return found
 
 
+# What Qwen3, all of whose parameters test_engine.py changes, has not.
+ONLY_QWEN2 = [f"model.layers.1.self_attn.{name}_proj.bias" for name in "qkv"] + ["lm_head.weight"]
+NUM_PARAMETERS = {"qwen2": 15, "llama": 12}  # outside the first block
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("llama", marks=pytest.mark.long)])
-def test_every_parameter_reaches_the_engine(family, tmp_path):
-    (gaps,) = gaps_of(family, tmp_path, gap)
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("qwen2", ONLY_QWEN2),
+        pytest.param("qwen2", None, marks=pytest.mark.long),
+        pytest.param("llama", None, marks=pytest.mark.long),
+    ],
+)
+def test_every_parameter_reaches_the_engine(family, names, tmp_path):
+    (gaps,) = gaps_of(family, tmp_path, gap, names=names)
     assert gaps.pop("start")[1] <= 1e-4
-    assert "lm_head.weight" in gaps and len(gaps) == (15 if family == "qwen2" else 12), gaps.keys()
+    assert len(gaps) == (len(names) if names else NUM_PARAMETERS[family]), gaps.keys()
+    assert "lm_head.weight" in gaps
     assert ("model.layers.1.self_attn.k_proj.bias" in gaps) == (family == "qwen2")
     unseen = {name for name, (stale, _) in gaps.items() if stale <= 1e-3}
     assert all(name.endswith("k_proj.bias") for name in unseen), unseen  # softmax does not see it

@@ -11,9 +11,12 @@
 Each rank is a new process with torchrun's environment, the test's directory and a rendezvous of its own, so tests may
 run beside each other. Arguments and results are pickled; the function stands at the top level of a test file or of a
 helper. A test itself can be decorated if its fixtures' values can be pickled (tmp_path, not monkeypatch). A rank that
-raises, dies or is late fails the test, with the output of every rank. `stand_in=True` puts helpers/fake_vllm.py in
-vLLM's place before the function's file is imported. `ends_of(function, size, *args)` returns an End for each rank
-instead, for tests of ranks that die. Mark the tests `slow`.
+raises, dies or is late fails the test, with the output of every rank. `ends_of(function, size, *args)` returns an End
+for each rank instead, for tests of ranks that die. Mark the tests `slow`.
+
+`stand_in=True` puts helpers/fake_vllm.py in vLLM's place before the function's file is imported. `with_vllm=True` forks
+the rank from a process that has imported vLLM, and has made no LLM and no thread (warm_engine.py): the five processor
+seconds of that import are paid once. The function's file imports engine.py at its top, which sets what vLLM reads.
 """
 
 import faulthandler
@@ -27,9 +30,11 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import context, forkserver, popen_forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -37,6 +42,27 @@ CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once; each 
 LIBRARIES = ["torch.distributed.fsdp", "torch.nn.attention.varlen", "triton", "safetensors.torch", "numpy"]
 LIBRARIES += ["huggingface_hub", "tokenizers", "jinja2.sandbox", "tensorboard.summary.writer.record_writer", "yaml"]
 CONTEXT.set_forkserver_preload(LIBRARIES)
+
+HELPERS = Path(__file__).resolve().parent
+WITH_VLLM = forkserver.ForkServer()
+WITH_VLLM.set_forkserver_preload(["warm_engine"])
+
+
+class PopenWithVllm(popen_forkserver.Popen):
+    """Forked by WITH_VLLM instead of the one server that multiprocessing knows."""
+
+    def _launch(self, process):
+        paths = {"PYTHONPATH": f"{HELPERS.parents[1]}{os.pathsep}{HELPERS}"}
+        with mock.patch.dict(os.environ, paths):
+            WITH_VLLM.ensure_running()
+        with mock.patch.object(forkserver, "connect_to_new_process", WITH_VLLM.connect_to_new_process):
+            super()._launch(process)
+
+
+class ProcessWithVllm(context.ForkServerProcess):
+    @staticmethod
+    def _Popen(process):
+        return PopenWithVllm(process)
 
 
 STARTED = b"started"
@@ -49,11 +75,11 @@ class End(NamedTuple):
     output: str
 
 
-def ranks(size: int, seconds: float = 120, stand_in: bool = False):
+def ranks(size: int, seconds: float = 120, stand_in: bool = False, with_vllm: bool = False):
     def decorate(function):
         @functools.wraps(function)
         def launch(*args, **kwargs):
-            ends = ends_of(function, size, *args, seconds=seconds, stand_in=stand_in, **kwargs)
+            ends = ends_of(function, size, *args, seconds=seconds, stand_in=stand_in, with_vllm=with_vllm, **kwargs)
             said = "\n".join(f"--- rank {rank}: {end.code}\n{end.output[-4000:]}" for rank, end in enumerate(ends))
             assert not any(end.code for end in ends), said
             return None if function.__name__.startswith("test_") else [end.value for end in ends]
@@ -63,9 +89,12 @@ def ranks(size: int, seconds: float = 120, stand_in: bool = False):
     return decorate
 
 
-def ends_of(function, size: int, *args, seconds: float = 120, stand_in: bool = False, **kwargs) -> list[End]:
+def ends_of(
+    function, size: int, *args, seconds: float = 120, stand_in: bool = False, with_vllm: bool = False, **kwargs
+) -> list[End]:
     """One End for each rank. The others have 10 seconds left once a rank fails."""
     call = pickle.dumps((args, kwargs))
+    Process = ProcessWithVllm if with_vllm else CONTEXT.Process
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port that another test may take
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -78,7 +107,7 @@ def ends_of(function, size: int, *args, seconds: float = 120, stand_in: bool = F
             environ = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ours, theirs = CONTEXT.Pipe()
             given = (theirs, environ, str(output), function.__module__, function.__qualname__, call, stand_in, seconds)
-            processes.append(CONTEXT.Process(target=_rank, args=given, daemon=True))
+            processes.append(Process(target=_rank, args=given, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)

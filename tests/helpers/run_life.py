@@ -90,7 +90,7 @@ def told_to_stop(work, number, slow, *overrides, resume=None):
     life = Life(work, 6, *overrides, slow=slow, resume=resume)
     life.wait_for(life.mark.exists)
     code, seconds = life.end(number)
-    folder = work / "logs" / "exp_001"
+    folder = resume or work / "logs" / "exp_001"
     assert (code, seconds < 20) == (75, True), (code, seconds, life.log.read_text()[-3000:])
     assert json.loads((folder / "exit.json").read_text())["code"] == 75
     assert newest_step(folder) == steps(folder)[-1], "the last whole step was saved"

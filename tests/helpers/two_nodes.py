@@ -14,7 +14,7 @@ from run_life import command
 from small_run import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = [*"check dataset graders hf kernels run system configs requirements".split(), "examples/arithmetic"]
+ROOMS = ("support", "judges", "kernels", "configs", "requirements", "examples/arithmetic")
 NOT_OURS = ("GRPO_EXIT_FILE", "NPROC", "GRPO_VENV", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 # Starts the task of both nodes, with their variables and logs, passes signals on, and ends with the highest exit code.

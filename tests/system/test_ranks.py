@@ -124,7 +124,7 @@ def moved(policy, mesh, folder):
     return other
 
 
-@ranks(2, seconds=900)
+@ranks(2, seconds=900, with_vllm=True)
 def facts_of_ranks(folder, work):
     place, device = start_process_group(tp_size=2)
     tokenizer = Tokenizer(folder)
