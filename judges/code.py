@@ -6,7 +6,6 @@ cross as values of built-in types (codec.py), so no code of the candidate runs w
 is trusted.
 """
 
-import ast
 import json
 import keyword
 import math
@@ -14,18 +13,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 from . import sandbox
+from .code_text import MAX_PARSED_CHARS, completed, is_python, read_codes
 from .codec import near
 from .sandbox import Limits
 
 MAX_TESTS_BYTES = 8 << 20  # of one problem
-MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_OUTCOME_BYTES = 1000
 DEFAULTS = {"seconds": 10.0, "memory_mib": 1024, "isolation": "required"}  # of the command
 RETRY_PAUSES = (0.1, 0.2, 0.5, 1, 2, 3, 3)  # seconds; environments.py waits for longer than their sum
@@ -44,9 +42,6 @@ def check(candidate):
 """
 # A number that is no part of a word, a version or a date.
 NUMBER = re.compile(r"(?<![\w.])([-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)(?!\w|\.\d)", re.ASCII)
-FENCE = re.compile(r"(.*?)(?:`{3,}|~{3,})([^`~]*)$")  # a line with a fence: what is before it, its info string
-PYTHON = re.compile(r"(?i)\W*(?:python|py)[\d.]*(?!\w)")  # an info string: py, python3.11, {.python}
-MAX_READINGS = 5  # of one block, and so many blocks
 
 _ADD_TESTS = json.dumps({"entry_point": "add", "test": "def check(f):\n    assert f(2, 3) == 5"})
 _SUM_TESTS = json.dumps({"tests": [{"input": "2 3", "output": "5"}]})
@@ -64,8 +59,8 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
     They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
-    counts only if it is Python, as in HumanEval: it is put before the code, and the test may use what it defines.
-    ValueError says what is wrong.
+    counts only if it is Python, as in HumanEval, or a signature to which only the body is missing: it is put before
+    the code, and the test may use what it defines. ValueError says what is wrong.
     """
     source: Any = fields
     if fields.get("test") is None and fields.get("tests") is None:
@@ -92,58 +87,14 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("`test` is not Python code")
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"entry_point {repr(name)[:80]} is not the name of a function that the tests can call")
-    return {"test": test, "entry_point": name, "prompt": prompt if is_python(prompt) else ""}
+    is_code = isinstance(prompt, str) and completed(prompt) is not None
+    return {"test": test, "entry_point": name, "prompt": prompt if is_code else ""}
 
 
 def are_cases(tests: Any, **types: type) -> bool:
     """Whether `tests` is a list of objects with fields of these types."""
     objects = isinstance(tests, list) and len(tests) > 0 and all(isinstance(case, dict) for case in tests)
     return objects and all(key in case and isinstance(case[key], types[key]) for case in tests for key in types)
-
-
-def is_python(code: Any) -> bool:
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        return isinstance(code, str) and len(code) <= MAX_PARSED_CHARS and bool(ast.parse(code))
-    return False
-
-
-def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
-    """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
-
-    Blocks that define the entry point come first; where there is none, those that print or import. Of those, blocks
-    that are marked as Python come before blocks without a mark, the last one first, and then the whole reply.
-    """
-    lines = re.sub(r"\r\n?", "\n", reply).split("\n")
-    marked, plain, ends, is_open = [], [], [], False
-    for number, fence in enumerate(map(FENCE.match, lines)):
-        if fence is None:
-            continue
-        if info := fence[2].strip():
-            marked += [number] * bool(PYTHON.match(info))
-        else:
-            plain += [number] * (not is_open)
-            ends.append(number)
-        is_open = bool(info) or not is_open
-    starts = [*plain[-MAX_READINGS:], *marked[-MAX_READINGS:]]
-
-    def blocks() -> Iterator[str]:
-        """From each start to the next fences, as code may hold some, and to the end of the reply."""
-        for start in reversed(starts):
-            for end in [end for end in ends if end > start][:MAX_READINGS]:
-                yield "\n".join([*lines[start + 1 : end], FENCE.match(lines[end])[1]])
-            yield "\n".join(lines[start + 1 :])
-
-    name, prompt = re.escape(tests.get("entry_point", "")), tests.get("prompt")
-    defines = rf"^[ \t]*(?:(?:async[ \t]+)?def[ \t]+{name}\b|{name}[ \t]*=(?!=)|(?:from|import)\b.*\b{name}\b)"
-    is_whole = re.compile(defines if name else r"\b(?:print|import)\b", re.MULTILINE).search
-
-    def fits(code: str) -> bool:
-        return bool(is_whole(code) or (prompt and re.search(r"^[ \t]+(?:return|yield)\b", code, re.MULTILINE)))
-
-    codes = sorted([*blocks(), reply], key=fits, reverse=True)
-    # The end of a function that the prompt begins stays indented; a whole function does not.
-    pairs = [(dedent(code), code) if is_whole(code) else (code, dedent(code)) for code in codes]
-    return [code for code in dict.fromkeys(code for pair in pairs for code in pair) if code.strip()]
 
 
 def grade(job: dict) -> str:
@@ -153,8 +104,6 @@ def grade(job: dict) -> str:
     codes = read_codes(job["reply"], tests)
     if not codes:
         return "parse_fail"
-    if prompt := tests.get("prompt"):  # it has imports and helpers, or a function that the reply ends
-        codes = [f"{prompt}\n{code}" for code in codes]
     sandbox.libc("prctl", sandbox.PR_SET_DUMPABLE, 0)  # this process knows what is expected: no other may look into it
     limits = Limits(job["seconds"], job["memory_mib"], job["isolation"])
     judge = by_programs if "tests" in tests else by_test
@@ -205,7 +154,9 @@ def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> s
     candidate = None
     try:
         longer = limits._replace(seconds=limits.seconds + 2)  # the deadline of the candidate comes first
-        judge = sandbox.start("judge", longer, fds=tuple(inherited.values()), **inherited, **tests)
+        prompt = completed(tests["prompt"])
+        names = {"test": tests["test"], "entry_point": tests["entry_point"], "prompt": prompt}
+        judge = sandbox.start("judge", longer, fds=tuple(inherited.values()), **inherited, **names)
         if judge.stdout.readline(MAX_OUTCOME_BYTES) == b"ready\n":
             work = {"codes": codes, "name": tests["entry_point"]}
             candidate = sandbox.start("serve", limits, stdin=requests_out, stdout=responses_in, **work)

@@ -5,9 +5,11 @@ answers it there. Imported by the throw-away processes too: standard library onl
 """
 
 import builtins
+import io
 import json
 import math
 import os
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 
 TOLERANCE = 1e-6  # of decimal numbers, as most judges have it
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
+MAX_PRINTED_BYTES = 1 << 18  # of what a call prints
 KINDS: dict[type, tuple[Callable, Callable]] = {  # type -> (value -> one that crosses, that -> value)
     int: (hex, lambda text: int(text, 16)),
     complex: (repr, complex),
@@ -103,19 +106,47 @@ def near(value: float, expected: float) -> bool:
     return math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-def respond(function: Any, arguments: list) -> list:
-    """What the candidate's function gives for encoded arguments: ["value", it, the arguments if they have changed], or
-    another kind of answer."""
+class Printed(io.TextIOWrapper):
+    """Standard output of the candidate: the first MAX_PRINTED_BYTES until they are taken."""
+
+    class Bytes(io.BytesIO):
+        def write(self, data: Any) -> int:
+            super().write(data[: max(0, MAX_PRINTED_BYTES - self.tell())])
+            return len(data)
+
+    def __init__(self):
+        super().__init__(self.Bytes(), "utf-8", errors="backslashreplace", newline="\n", write_through=True)
+
+    def take(self) -> str:
+        data = self.buffer.getvalue()
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        return data.decode("utf-8", "replace")
+
+
+def respond(function: Callable, arguments: list, printed: Printed) -> list:
+    """What the candidate's function gives for encoded arguments: [kind, content, the arguments if they have changed,
+    what the call has printed]. kind: "value"; "coroutine", whose value is the content; "raised"; or "bad"."""
     args, kwargs = decode(arguments)
+    kind = "value"
+    printed.take()  # of the time before
     try:
         value = function(*args, **kwargs)
+        if type(value) is types.CoroutineType:
+            import asyncio
+
+            kind = "coroutine"
+            value = asyncio.run(value)
     except (Exception, SystemExit) as error:  # the test may expect it
-        return ["raised", [kind.__name__ for kind in type(error).__mro__], None]
+        return ["raised", [kind.__name__ for kind in type(error).__mro__], None, printed.take()]
     try:
-        value, changed = encode(value), encode([args, kwargs])
+        content = encode(value)
+        changed = encode([args, kwargs])
     except Exception:  # an iterator runs code of the candidate
-        return ["bad", None, None]
-    return ["value", value, None if changed == arguments else changed]
+        return ["bad", None, None, ""]
+    if changed == arguments:
+        changed = None
+    return [kind, content, changed, printed.take()]
 
 
 class Lost(BaseException):
@@ -125,8 +156,9 @@ class Lost(BaseException):
 class Proxy:
     """Stands for the candidate's function in the judge: a call goes to the candidate's process, a value comes back.
 
-    An exception there is raised here as the nearest built-in one, without text. `calls` counts. `lost`: an answer was
-    no value; then no test passes, whatever it catches. `unsendable`: an argument cannot cross.
+    An exception there is raised here as the nearest built-in one, without text; what the call prints is printed here.
+    `calls` counts. `lost`: an answer was no value; then no test passes, whatever it catches. `unsendable`: an argument
+    cannot cross.
     """
 
     def __init__(self, requests: int, responses: int):
@@ -144,20 +176,27 @@ class Proxy:
         self.calls += 1
         try:
             print(request, file=self.requests, flush=True)
-            kind, content, changed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
+            kind, content, changed, printed = json.loads(self.responses.readline(MAX_ANSWER_BYTES))
             value = decode(content)
             if changed is not None:
                 new_args, new_kwargs = decode(changed)
                 put_back(args, new_args)
                 put_back(kwargs, new_kwargs)
+            if printed:
+                print(printed, end="")  # where the test may wait for it
         except Exception:  # the candidate may have sent anything, or ended
             kind, value = "bad", None
         if kind == "raised" and type(value) is list:
             raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
-        if kind != "value":
+        if kind not in ("value", "coroutine"):
             self.lost = True
             raise Lost
-        return value
+        return returns(value) if kind == "coroutine" else value
+
+
+async def returns(value: Any) -> Any:
+    """A coroutine, for a test that awaits what the candidate's coroutine function gives."""
+    return value
 
 
 def put_back(old: Any, new: Any) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
-from .codec import MAX_ANSWER_BYTES, Proxy, respond
+from .codec import MAX_ANSWER_BYTES, Printed, Proxy, respond
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
@@ -349,11 +349,21 @@ def take_over(descriptor: int) -> int:
 
 
 def serve(codes: Sequence[str], name: str) -> None:
-    """Answers the calls that `Proxy` sends, with the code's function `name`. What the code prints is lost."""
+    """Answers the calls that `Proxy` sends, with the code's function `name`, or LeetCode's form of it: the method of a
+    class Solution, on a new object for each call. What the code prints before the first call is lost."""
     requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
-    function = load(codes, "candidate")[name]
+    sys.stdout = printed = Printed()
+    names = load(codes, "candidate")
+    if name in names:
+        function = names[name]
+    else:
+        solution = names["Solution"]
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return getattr(solution(), name)(*args, **kwargs)
+
     for line in requests:
-        responses.write(json.dumps(respond(function, json.loads(line))) + "\n")
+        responses.write(json.dumps(respond(function, json.loads(line), printed)) + "\n")
         responses.flush()
 
 

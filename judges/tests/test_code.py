@@ -347,3 +347,152 @@ def test_hostile_replies_are_read_in_time():
 )
 def test_code_is_the_last_python_block(reply, code):
     assert next(filter(is_python, read_codes(reply, {}))) == code
+
+
+# ------------------------------------------------------------------ without a whole pair of fences; odd but right code
+
+TRIPLE = {"entry_point": "triple", "test": "def check(f):\n    assert f(2) == 6 and f(-1) == -3"}
+SIGNED = TRIPLE | {"prompt": 'def triple(x):\n    """Three times x."""\n'}
+BARE = TRIPLE | {"prompt": "def triple(x):\n"}
+TYPED = TRIPLE | {"prompt": "import math\n\n\ndef triple(x: int) -> int:  # three times x"}
+READS = {"tests": [{"input": "3", "output": "9"}, {"input": "-1", "output": "-3"}]}
+F = "```"
+BODY, FUNCTION, READER = "    return 3 * x\n", "def triple(x):\n    return 3 * x\n", "n = int(input())\nprint(3 * n)\n"
+# CODE is the body, the function or the program; CUT the same without its last end of line.
+BODY_FORMS = ["CODE", f"CODE{F}", f"CODE{F}\nDone.", f"CODE{F}\n\n{F}python\ntriple(2)\n{F}", "CODE~~~\n", f"CUT{F}"]
+BODY_FORMS += [
+    f"CODE{F}\nOutput:\n{F}\n6\n{F}",
+    f"CODE\n{F} \n",
+    f"CODE{F}\r\n",
+    "CODE</code>",
+    "CODE[DONE]",
+    "CODE[DONE]\n[BEGIN]\n",
+]
+WHOLE_FORMS = [
+    *(f"CODE{F}", f"CODE{F}\nDone.", f"CUT{F}", f"CUT{F}\nIt is O(1).", f"python\nCODE{F}", f"python3\nCODE{F}\nDone."),
+    *(
+        f"py\nCODE{F}",
+        f"{F}\npython\nCODE{F}",
+        f"CODE{F}\nOutput:\n{F}\n6\n{F}",
+        "CODE~~~",
+        f"python\nCODE{F}\n{F}\n6\n{F}",
+    ),
+    *(
+        "[BEGIN]\nCODE\n[DONE]",
+        "[BEGIN]\nCODE[DONE]\nmore",
+        "CODE[DONE]",
+        "<code>\nCODE\n</code>",
+        "CODE</code>\nDone.",
+    ),
+    *("<answer>\nCODE\n</answer>", f"<answer>\n{F}python\nCODE{F}\n</answer>", "[PYTHON]\nCODE[/PYTHON]", "\ufeffCODE"),
+    *(
+        f"\ufeff{F}python\nCODE{F}",
+        f"{F}python\n\ufeffCODE{F}",
+        "<think>so</think>\n<answer>\nCODE</answer>",
+        f"CODE{F}{F}",
+    ),
+]
+DEFINING_FORMS = [f"CODE{F}\nExample:\n{F}python\nprint(triple(2))\n{F}", f"CODE\n{F}python\nprint(triple(2))"]
+DEFINING_FORMS += [f"CODE{F}\nprint(triple(2))\n{F}", f"python\nCODE{F}\n{F}py\ntriple(2)\n{F}\nDone."]
+
+
+def replies(forms, code):
+    return [form.replace("CODE", code).replace("CUT", code.rstrip("\n")) for form in forms]
+
+
+UNFENCED = [
+    *((row, reply) for row in (SIGNED, BARE, TYPED) for reply in replies(BODY_FORMS, BODY)),
+    *((row, reply) for row in (TRIPLE, SIGNED, BARE) for reply in replies(WHOLE_FORMS + DEFINING_FORMS, FUNCTION)),
+    *((READS, reply) for reply in replies(WHOLE_FORMS, READER)),
+]
+# A right value somewhere, another one in the program.
+WRONG_CODES = ["2 * x", "x", "6", "3 * x and 1", "3 * x if x > 0 else x", "'3 * x'", "[3 * x]", "3 * x,"]
+WRONG_FORMS = [
+    *(
+        (row, reply)
+        for value in WRONG_CODES
+        for row in (SIGNED, BARE, TYPED)
+        for reply in replies(BODY_FORMS, f"    return {value}\n")
+    ),
+    *(
+        (TRIPLE, reply)
+        for value in WRONG_CODES
+        for reply in replies(WHOLE_FORMS + DEFINING_FORMS, f"def triple(x):\n    return {value}\n")
+    ),
+    *(
+        (READS, reply)
+        for value in ("2 * n", "9", "'9'")
+        for reply in replies(WHOLE_FORMS, f"n = int(input())\nprint({value})\n")
+    ),
+]
+
+
+def check_all(pool, cases, outcome, every):
+    chosen = cases[::every]
+    found = outcomes(pool, [job(reply, row) for row, reply in chosen])
+    return [case for case, each in zip(chosen, found, strict=True) if each != outcome]
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_right_code_passes_without_a_whole_pair_of_fences(pool, every):
+    """lm-evaluation-harness#4091, #3793 and #3447: the prompt opens the block, a stop string ends it."""
+    assert check_all(pool, UNFENCED, "ok", every) == []
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+def test_no_wrong_code_passes_for_its_form(pool, every):
+    assert check_all(pool, WRONG_FORMS, "wrong", every) == []
+
+
+ASYNC = {"entry_point": "f", "test": "import asyncio\nassert asyncio.run(f(2)) == 3"}
+GATHERED = {
+    "entry_point": "f",
+    "test": "import asyncio\nasync def g(): return await asyncio.gather(f(1), f(2))\nassert asyncio.run(g()) == [2, 3]",
+}
+CAPTURED = {
+    "entry_point": "f",
+    "test": "import io\nfrom contextlib import redirect_stdout\nout = io.StringIO()\n"
+    "with redirect_stdout(out): f(2)\nassert out.getvalue() == '2\\n3\\n', out.getvalue()",
+}
+PATCHED = {
+    "entry_point": "f",
+    "test": "import io, unittest.mock\nwith unittest.mock.patch('sys.stdout', new_callable=io.StringIO) as out:\n"
+    "    f('é')\n    assert out.getvalue() == 'é'\n    f('b')\nassert out.getvalue() == 'éb'",
+}
+TWO_SUM = {
+    "entry_point": "twoSum",
+    "tests": [{"args": [[2, 7], 9], "expected": [0, 1]}, {"args": [[3], 1], "expected": []}],
+}
+SOLUTION = "class Solution:\n    def twoSum(self, numbers, target):\n        return ANSWER\n"
+ODD = [
+    (ASYNC, "async def f(x): return x + 1", "ok"),
+    (ASYNC, "import asyncio\nasync def f(x):\n    await asyncio.sleep(0.01)\n    return x + 1", "ok"),
+    (ASYNC, "async def f(x): return x", "wrong"),
+    (ASYNC, "def f(x): return x + 1", "wrong"),  # asyncio.run takes no number
+    (ASYNC, "async def f(x): raise ValueError", "wrong"),
+    (ASYNC, "async def f(x): return object()", "wrong"),
+    (GATHERED, "async def f(x): return x + 1", "ok"),
+    (GATHERED, "async def f(x): return 2", "wrong"),
+    (CAPTURED, "def f(x):\n    print(x)\n    print(x + 1)", "ok"),
+    (CAPTURED, "import sys\ndef f(x):\n    sys.stdout.write(f'{x}\\n')\n    sys.stdout.buffer.write(b'3\\n')", "ok"),
+    (CAPTURED, "from sys import stdout\nprint('first')\ndef f(x): print(x, x + 1, sep='\\n', file=stdout)", "ok"),
+    (CAPTURED, "def f(x): print(x)", "wrong"),
+    (CAPTURED, "print(2, 3, sep='\\n')\ndef f(x): return x", "wrong"),
+    (PATCHED, "def f(x): print(x, end='')", "ok"),
+    (PATCHED, "def f(x): print(x)", "wrong"),
+    (TWO_SUM, SOLUTION.replace("ANSWER", "([[j, i] for i in range(len(numbers)) for j in range(i)] or [[]])[0]"), "ok"),
+    (TWO_SUM, SOLUTION.replace("ANSWER", "[1, 0]"), "wrong"),
+    (TWO_SUM, SOLUTION.replace("twoSum", "two_sum").replace("ANSWER", "[0, 1]"), "wrong"),
+    (
+        TWO_SUM,
+        "class Solution:\n    def __init__(self): self.calls = 0\n    def twoSum(self, numbers, target):\n"
+        "        self.calls += 1\n        return [0, 1] if len(numbers) == 2 and self.calls == 1 else []",
+        "ok",
+    ),
+    (TWO_SUM, "class Other:\n    def twoSum(self, numbers, target): return [0, 1]", "wrong"),
+]
+
+
+def test_coroutines_captured_output_and_methods(pool):
+    found = outcomes(pool, [job(reply, row) for row, reply, _ in ODD])
+    assert [case for case, outcome in zip(ODD, found, strict=True) if outcome != case[2]] == []

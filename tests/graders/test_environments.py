@@ -104,6 +104,21 @@ def test_without_isolation_it_does_not_start(monkeypatch):
 
 
 @needs_sandbox
+def test_a_stop_string_that_is_a_fence_leaves_right_programs_right():
+    """policy.generation.stop_strings: ["```"] stays in the reply, whose opening fence the prompt may hold."""
+    code = code_environment()
+    prompts = ("def add(a, b):\n", 'def add(a, b):\n    """The sum."""\n', "", "")
+    replies = ("    return a + b\n```", "    return a + b\n```", f"{RIGHT}```", f"python\n{RIGHT}```")
+    turns = []
+    for prompt, right in zip(prompts, replies, strict=True):
+        for reply in (right, right.replace("+", "-")):
+            turns.append(Turn([{"role": "assistant", "content": reply}], "", "stop", fields=ADD | {"prompt": prompt}))
+    rewards = [result.reward for result in code.step(turns)]
+    code.close()
+    assert rewards == [1.0, 0.0] * 4
+
+
+@needs_sandbox
 def test_a_test_that_forges_a_verdict_gives_only_outcomes():
     """What reaches rollout.py, whose assertion ends the run."""
     code = code_environment()
