@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
-from data import Sample
+from records import Sample
 
 Parts = Mapping[str, Tensor]  # name of a part of the reward -> reward_B of that part
 
@@ -30,17 +30,18 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
     shaping = grpo.reward_shaping
     longest = grpo.max_rollout_turns * max_new_tokens
     for sample in samples:
+        grade = sample.grade
         if scaling.enabled:
-            sample.reward = scale_reward(sample.reward, scaling)
-            sample.rewards = {name: scale_reward(reward, scaling) for name, reward in sample.rewards.items()}
-            sample.turn_rewards = [scale_reward(reward, scaling) for reward in sample.turn_rewards]
-        sample.unshaped_reward = sample.reward
+            grade.reward = scale_reward(grade.reward, scaling)
+            grade.rewards = {name: scale_reward(reward, scaling) for name, reward in grade.rewards.items()}
+            grade.turn_rewards = [scale_reward(reward, scaling) for reward in grade.turn_rewards]
+        grade.unshaped_reward = grade.reward
         if not shaping.enabled:
             continue
         if shaping.stop_properly_penalty_coef is None:
-            sample.reward -= overlong_penalty(sample.num_gen_tokens, shaping, longest)
+            grade.reward -= overlong_penalty(sample.num_gen_tokens, shaping, longest)
         elif sample.finish_reason == "length":
-            sample.reward *= shaping.stop_properly_penalty_coef
+            grade.reward *= shaping.stop_properly_penalty_coef
 
 
 def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
@@ -68,7 +69,7 @@ def filter_overlong(samples: Sequence[Sample]) -> int:
     """Excludes truncated samples from training, in place; returns their number. Their rewards stay in the baseline."""
     truncated = [sample for sample in samples if sample.finish_reason == "length"]
     for sample in truncated:
-        sample.num_trained_tokens = 0
+        sample.is_filtered = True
     return len(truncated)
 
 
@@ -79,13 +80,13 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     adv_B has a list of each graded sample, with the advantages of its turns."""
     if grpo.adv_estimator.name == "none":
         return [0.0] * len(samples), {}
-    graded = [sample for sample in samples if sample.is_graded]
+    graded = [sample for sample in samples if sample.grade.is_valid]
     rows = []
     for sample in graded:
         if grpo.turn_level_advantages:
             rows += _rows_of_turns(sample)
         else:
-            rows.append((sample.prompt, 0, sample.reward, sample.num_trained_tokens, sample.num_trained_tokens))
+            rows.append((sample.prompt, 0, sample.grade.reward, sample.num_loss_tokens, sample.num_loss_tokens))
     prompt_B, turn_B, reward_B, num_tokens_B, sample_tokens_B = map(torch.tensor, zip(*rows, strict=True))
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
     parts = {}
@@ -103,10 +104,10 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     advs = iter(adv_B.tolist())
     result = []
     for sample in samples:
-        if not sample.is_graded:
+        if not sample.grade.is_valid:
             result.append(0.0)
         elif grpo.turn_level_advantages:
-            result.append([next(advs) for _ in sample.turn_rewards])
+            result.append([next(advs) for _ in sample.grade.turn_rewards])
         else:
             result.append(next(advs))
     return result, metrics
@@ -115,10 +116,10 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
 def _rows_of_turns(sample: Sample) -> list[tuple[int, int, float, int, int]]:
     """For each turn (prompt, number of the turn, its reward, its trained tokens, those of the sample)."""
     rows = []
-    for turn, (reward, num_tokens) in enumerate(zip(sample.turn_rewards, sample.turn_tokens, strict=True)):
-        if sample.num_trained_tokens == 0:
+    for turn, (reward, num_tokens) in enumerate(zip(sample.grade.turn_rewards, sample.turn_tokens, strict=True)):
+        if sample.num_loss_tokens == 0:
             num_tokens = 0
-        rows.append((sample.prompt, turn, reward, num_tokens, sample.num_trained_tokens))
+        rows.append((sample.prompt, turn, reward, num_tokens, sample.num_loss_tokens))
     return rows
 
 
@@ -225,16 +226,16 @@ def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
 
 def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
     """The parts of the rewards, for gdpo. ConfigError if a sample lacks a part, or if there are fewer than two."""
-    names = sorted({name for sample in samples for name in sample.rewards})
+    names = sorted({name for sample in samples for name in sample.grade.rewards})
     for sample in samples:
-        if len(names) < 2 or len(sample.rewards) < len(names):
+        if len(names) < 2 or len(sample.grade.rewards) < len(names):
             raise ConfigError(
-                f"env_name '{sample.env_name}': StepResult.rewards has {sorted(sample.rewards)}; with "
+                f"env_name '{sample.env_name}': StepResult.rewards has {sorted(sample.grade.rewards)}; with "
                 f"grpo.adv_estimator.name=gdpo every sample needs the same rewards, at least two; seen: {names}"
             )
     parts = {}
     for name in names:
-        parts[name] = torch.tensor([sample.rewards[name] for sample in samples])
+        parts[name] = torch.tensor([sample.grade.rewards[name] for sample in samples])
     return parts
 
 

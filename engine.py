@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from config import Config, GenerationConfig
-from data import Sample
 from kernels.softmax import bfloat16_factors
 from model import Decoder
+from records import Sample
 from support.hf.weights import full_tensors
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import PackLayout
-from batch import MicroBatch
 from config import GRPOConfig
 from engine import Completion, SamplingOptions
 from loss import Metrics, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
+from pack import MicroBatch
 from support.system.exits import StopRun
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128

@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from config import Config
 from engine import sync_weights
 from gap import Gap, check_canary, gap_before_training, loss_and_gap, newest_tokens
@@ -51,6 +50,7 @@ from loss import Metrics
 from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
+from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
 from rollout import sample_step
 from support.run import start, steps
 from support.run.validation import validate

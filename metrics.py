@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from advantages import rewards_differ
-from batch import Minibatch
-from data import Sample, groups_of
 from envs import OUTCOMES
 from kernels.linear_loss import DEVIATION
 from loss import Metrics
+from pack import Minibatch
+from records import Sample, groups_of
 
 Numbers = dict[str, float]  # a metric's name -> its value
 EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
@@ -86,35 +86,47 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Nu
     filtered_reward and total_num_tokens are over `trained`. zero_variance_fraction counts groups by the rewards that
     the advantages see, unshaped_zero_variance_fraction by the rewards before shaping.
     """
-    tokens_B = [s.num_gen_tokens for s in generated]
-    tokens_E = np.bincount([s.engine for s in generated], tokens_B).tolist()
-    turns_B = [s.num_turns for s in generated]
-    groups = [[s for s in group if s.is_graded] for group in groups_of(generated)]
+    graded_groups = [[s.grade for s in group if s.grade.is_valid] for group in groups_of(generated)]
+    metrics = {
+        "reward": _mean(s.grade.reward for s in generated),
+        "filtered_reward": _mean(s.grade.reward for s in trained),
+        "unshaped_reward": _mean(s.grade.unshaped_reward for s in generated),
+        "accuracy": _mean(s.grade.outcome == "ok" for s in generated),
+    }
+    for name in OUTCOMES[1:]:
+        metrics[f"outcome/{name}"] = _mean(s.grade.outcome == name for s in generated)
+    metrics["zero_variance_fraction"] = _mean(not rewards_differ(g.reward for g in group) for group in graded_groups)
+    metrics["unshaped_zero_variance_fraction"] = _mean(
+        not rewards_differ(g.unshaped_reward for g in group) for group in graded_groups
+    )
+    tokens_E = np.bincount([s.engine for s in generated], [s.num_gen_tokens for s in generated]).tolist()
+    if len(tokens_E) > 1:
+        metrics["idle_engine_fraction"] = 1 - _mean(tokens_E) / max(tokens_E)
+    metrics |= _by_label(generated)
+    metrics |= _of_agents([s for s in generated if s.is_led])
+    metrics |= _lengths(generated)
+    metrics["total_num_tokens"] = sum(s.num_tokens for s in trained)
+    metrics["truncation_rate"] = _mean(s.finish_reason == "length" for s in generated)
+    metrics["natural_termination_rate"] = _mean(s.finish_reason == "stop" for s in generated)
+    metrics["max_turns_reached_rate"] = _mean(s.finish_reason == "max_turns" for s in generated)
+    return metrics
+
+
+def _lengths(samples: Sequence[Sample]) -> Numbers:
+    """Tokens and turns."""
+    tokens_B = [s.num_gen_tokens for s in samples]
+    turns_B = [s.num_turns for s in samples]
     return {
-        "reward": _mean(s.reward for s in generated),
-        "filtered_reward": _mean(s.reward for s in trained),
-        "unshaped_reward": _mean(s.unshaped_reward for s in generated),
-        "accuracy": _mean(s.outcome == "ok" for s in generated),
-        **{f"outcome/{name}": _mean(s.outcome == name for s in generated) for name in OUTCOMES[1:]},
-        "zero_variance_fraction": _mean(not rewards_differ(s.reward for s in group) for group in groups),
-        "unshaped_zero_variance_fraction": _mean(not rewards_differ(s.unshaped_reward for s in g) for g in groups),
-        **({"idle_engine_fraction": 1 - _mean(tokens_E) / max(tokens_E)} if len(tokens_E) > 1 else {}),
-        **_by_label(generated),
-        **_of_agents([s for s in generated if s.is_led]),
-        "mean_prompt_length": _mean(len(s.prompt_ids) for s in generated),
+        "mean_prompt_length": _mean(len(s.prompt_ids) for s in samples),
         "mean_gen_tokens_per_sample": _mean(tokens_B),
         "min_gen_tokens_per_sample": min(tokens_B),
         "max_gen_tokens_per_sample": max(tokens_B),
-        "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in generated),
-        "mean_total_tokens_per_sample": _mean(s.num_tokens for s in generated),
+        "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in samples),
+        "mean_total_tokens_per_sample": _mean(s.num_tokens for s in samples),
         "total_gen_tokens": sum(tokens_B),
-        "total_num_tokens": sum(s.num_tokens for s in trained),
         "total_turns": sum(turns_B),
         "avg_turns_per_sample": _mean(turns_B),
         "max_turns_per_sample": max(turns_B),
-        "truncation_rate": _mean(s.finish_reason == "length" for s in generated),
-        "natural_termination_rate": _mean(s.finish_reason == "stop" for s in generated),
-        "max_turns_reached_rate": _mean(s.finish_reason == "max_turns" for s in generated),
     }
 
 
@@ -124,8 +136,8 @@ def _of_agents(samples: Sequence[Sample]) -> Numbers:
         return {}
     return {
         "agent/calls_per_rollout": _mean(s.num_calls for s in samples),
-        "agent/rows_per_rollout": _mean((s.num_calls > 0) + len(s.forks) for s in samples),
-        "agent/crashed": _mean(s.crashed for s in samples),
+        "agent/rows_per_rollout": _mean(len(s.sequences) if s.num_calls else 0 for s in samples),
+        "agent/crashed": _mean(s.grade.crashed for s in samples),
     }
 
 
@@ -162,23 +174,37 @@ def _by_label(samples: Sequence[Sample]) -> Numbers:
     this step is absent."""
     by_label: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in samples:
-        top = 1 << max(sample.num_gen_tokens - 1, 0).bit_length()
-        length = f"{top // 2 + 1 if top > 1 else 0:06d}-{top:06d}"
-        labels = {"env": sample.env_name, "dataset": sample.dataset, "finish_reason": sample.finish_reason}
-        for key in (labels | {"gen_tokens": length}).items():
-            by_label[key].append(sample)
+        by_label["env", sample.env_name].append(sample)
+        by_label["dataset", sample.dataset].append(sample)
+        by_label["finish_reason", sample.finish_reason].append(sample)
+        by_label["gen_tokens", _length_label(sample.num_gen_tokens)].append(sample)
     values: Numbers = {}
     for category, label in sorted(by_label):
         group = by_label[category, label]
         if label:
-            values[f"reward_by_{category}/{label}"] = _mean(s.reward for s in group)
+            values[f"reward_by_{category}/{label}"] = _mean(s.grade.reward for s in group)
         if category == "env":
-            values[f"num_samples_by_env/{label}"] = len(group)
-            shares = {name: sum(s.outcome == name for s in group) / len(group) for name in OUTCOMES}
-            values |= {f"outcome_by_env/{label}/{name}": share for name, share in shares.items()}
-            graded = [s.rewards for s in group if s.is_graded]
-            for name in sorted(set().union(*graded)):
-                x = [rewards[name] for rewards in graded if name in rewards]
-                numbers = {"mean": np.mean(x), "std": np.std(x), "nonzero": np.count_nonzero(x) / len(x)}
-                values |= {f"reward_part_by_env/{label}/{name}/{key}": float(x) for key, x in numbers.items()}
+            values |= _of_environment(label, group)
+    return values
+
+
+def _length_label(num_tokens: int) -> str:
+    """The bin of a length: above half a power of two, up to that power."""
+    high = 1 << max(num_tokens - 1, 0).bit_length()
+    low = high // 2 + 1 if high > 1 else 0
+    return f"{low:06d}-{high:06d}"
+
+
+def _of_environment(name: str, samples: Sequence[Sample]) -> Numbers:
+    values: Numbers = {f"num_samples_by_env/{name}": len(samples)}
+    for outcome in OUTCOMES:
+        num = sum(s.grade.outcome == outcome for s in samples)
+        values[f"outcome_by_env/{name}/{outcome}"] = num / len(samples)
+    graded = [s.grade.rewards for s in samples if s.grade.is_valid]
+    for part in sorted(set().union(*graded)):
+        x = [rewards[part] for rewards in graded if part in rewards]
+        prefix = f"reward_part_by_env/{name}/{part}"
+        values[f"{prefix}/mean"] = float(np.mean(x))
+        values[f"{prefix}/std"] = float(np.std(x))
+        values[f"{prefix}/nonzero"] = np.count_nonzero(x) / len(x)
     return values

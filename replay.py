@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from advantages import step_advantages
-from batch import make_minibatches
 from config import ColocatedConfig, Config, ConfigError
 from grpo import compute_logprobs, update
 from metrics import Numbers
 from model import Decoder, Reference
 from optim import build_optimizer, set_learning_rate
+from pack import make_minibatches
 from support.check.preflight import num_steps_of, read_inputs
 from support.inputs import reader
 from support.inputs.resume import checkpoint_folder, read_meta

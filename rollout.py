@@ -19,12 +19,12 @@ import torch.distributed as dist
 import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
-from data import Problem, Sample, groups_of, sample_seed
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
+from records import Grade, Problem, Sample, groups_of, sample_seed
 from support.graders.grading import Grading
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
-from support.system.exchange import share_samples
+from support.system.exchange import held_here, share_samples
 from support.system.exits import Interrupted, StopRun
 from support.system.ranks import Ranks, any_rank, gather
 
@@ -52,7 +52,7 @@ class Conversation:
             row_id=problem.row_id,
             expected=problem.answer,
             prompt_ids=problem.prompt_ids,
-            reward=0.0,
+            grade=Grade(reward=0.0),
             env_name=problem.env_name,
             num_turns=0,
             dataset=problem.dataset,
@@ -83,12 +83,13 @@ class Conversation:
         """Ends the conversation, or appends the observation if a reply has room after it."""
         sample = self.sample
         sample.num_turns += 1
-        sample.reward += result.reward
-        sample.turn_rewards.append(result.reward)
+        grade = sample.grade
+        grade.reward += result.reward
+        grade.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
-            sample.rewards[name] = sample.rewards.get(name, 0) + reward
-        sample.outcome = result.outcome
-        sample.extracted = result.extracted
+            grade.rewards[name] = grade.rewards.get(name, 0) + reward
+        grade.outcome = result.outcome
+        grade.extracted = result.extracted
         self.state = result.state
         self.done = True
         if result.done or sample.finish_reason == "length":  # the environment does not answer half a reply
@@ -207,13 +208,13 @@ class Sampler(AbstractContextManager):
             if not isinstance(self.environments[each.problem.env_name], envs.RewardModelEnv):
                 each.sample.messages = []  # only the reward model reads them
         samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
-        self._score_by_model([sample for sample in samples if sample.holder == self.ranks.rank])
+        self._score_by_model(samples)
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
         share_samples(samples, sorted(part_names))
-        if failures := [f"{each.env_name}: {each.message}" for each in samples if each.message]:
+        if failures := [f"{s.env_name}: {s.grade.message}" for s in samples if s.grade.message]:
             self.grading.raised.append(failures[0])
             self.ranks.print_rank0(f"WARNING: {len(failures)} agent rollouts failed; the first: {failures[0]}")
-        failed = Counter(sample.env_name for sample in samples if sample.outcome == "error")
+        failed = Counter(sample.env_name for sample in samples if sample.grade.outcome == "error")
         if failed.total() > self.max_error_fraction * len(samples):
             why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
             raise StopRun(
@@ -286,14 +287,15 @@ class Sampler(AbstractContextManager):
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
         """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
-        samples = [sample for sample in samples if sample.messages]
+        samples = [sample for sample in held_here(samples) if sample.messages]
         if self.score_conversations is None or not any_rank(len(samples) > 0):
             return
         self.engine.sleep(keep_weights=True)
         scores = self.score_conversations([sample.messages for sample in samples])
         for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.outcome = (0.0, "error") if score is None else (score, "ok")
-            sample.turn_rewards = [sample.reward]  # `RewardModelEnv` ends a conversation at its first reply
+            grade = sample.grade
+            grade.reward, grade.outcome = (0.0, "error") if score is None else (score, "ok")
+            grade.turn_rewards = [grade.reward]  # `RewardModelEnv` ends a conversation at its first reply
         self.engine.wake("weights")
         self.engine.wake("kv_cache")
 
@@ -353,7 +355,7 @@ def sample_step(
     trained: list[Sample] = []
     groups: list[list[Sample]] = []
     num_batches = num_skipped = num_filtered = 0
-    while not any(sample.num_trained_tokens for sample in trained):
+    while not any(sample.num_loss_tokens for sample in trained):
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
             stop = StopRun(_nothing_to_train(trained, generated, len(groups), num_batches, cfg))
             stop.cursor = cursor
@@ -373,10 +375,11 @@ def sample_step(
         if len(groups) >= grpo.num_prompts_per_step or (is_last and grpo.dynamic_sampling_when_exhausted == "train"):
             num_skipped += len(trained)
             kept, groups = groups[: grpo.num_prompts_per_step], groups[grpo.num_prompts_per_step :]
-            trained = [replace(sample, prompt=number) for number, group in enumerate(kept) for sample in group]
+            trained = [renumbered(sample, number) for number, group in enumerate(kept) for sample in group]
             num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
             for sample in trained:
-                sample.num_trained_tokens *= sample.is_graded  # nothing is learnt from an ungraded sample
+                if not sample.grade.is_valid:
+                    sample.is_filtered = True
 
     check_versions(trained, step - 1, grpo.async_grpo.max_age)
     metrics: dict[str, float] = {"num_overlong_filtered": num_filtered, "num_skipped_samples": num_skipped}
@@ -409,10 +412,17 @@ def sample_ahead(
     return sampler.finish(conversations), after | newest_records
 
 
+def renumbered(sample: Sample, prompt: int) -> Sample:
+    """A copy of the sample and of its forks with another prompt number."""
+    forks = [replace(fork, prompt=prompt) for fork in sample.forks]
+    return replace(sample, prompt=prompt, forks=forks)
+
+
 def is_mixed(group: Sequence[Sample], by_turn: bool = False) -> bool:
     """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478).
     by_turn: within a turn."""
-    rewards = [sample.turn_rewards if by_turn else [sample.unshaped_reward] for sample in group if sample.is_graded]
+    grades = [sample.grade for sample in group if sample.grade.is_valid]
+    rewards = [grade.turn_rewards if by_turn else [grade.unshaped_reward] for grade in grades]
     return any(rewards_differ(r for r in column if r is not None) for column in zip_longest(*rewards))
 
 
@@ -430,8 +440,8 @@ def _nothing_to_train(
             "=true, and the others have loss_multiplier=0, or were not graded. Allow longer responses, or set "
             "overlong_filtering=false"
         )
-    solved = sum(all(sample.outcome == "ok" for sample in group) for group in groups)
-    failed = sum(all(sample.outcome != "ok" for sample in group) for group in groups)
+    solved = sum(all(sample.grade.outcome == "ok" for sample in group) for group in groups)
+    failed = sum(all(sample.grade.outcome != "ok" for sample in group) for group in groups)
     return (
         f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards; a "
         f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {solved} groups every answer was "

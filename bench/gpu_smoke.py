@@ -18,11 +18,11 @@ import torch
 
 import engine as engine_module
 import model
-from batch import make_minibatches
 from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
+from pack import make_minibatches
 from rollout import sample_step
 from support.check.preflight import read_inputs
 from support.hf.weights import sharded_parameters

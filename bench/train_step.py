@@ -33,15 +33,15 @@ except (
     print(f"no vLLM: {type(error).__name__}: {error}", flush=True)
     sys.modules.update(dict.fromkeys(("vllm", "vllm.sampling_params"), mock.MagicMock()))
 
-import data
 import grpo
+import records
 from attention import PackLayout
-from batch import Minibatch, finish_minibatches, make_minibatches
 from bench.head import ROOT, facts
 from config import Config
 from kernels import LossPath, choose_backend, linear_logp
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
+from pack import Minibatch, finish_minibatches, make_minibatches
 from support.hf.weights import sharded_parameters
 from support.inputs import reader
 from support.inputs.model_config import ModelConfig
@@ -109,7 +109,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         response = rng.integers(0, vocab, rng.integers(100, 401))
         logps, mask = np.full(len(response), -math.log(vocab), np.float32), np.ones(len(response), bool)
         ends = {"finish_reason": "stop", "versions": np.zeros(len(response), int), "reward": float(i % 2)}
-        samples.append(data.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
+        samples.append(records.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
     path = LossPath("one pass", zero_adv_has_grad=False)

@@ -33,7 +33,7 @@ SETTINGS = [
     *("data.train=null", "data.train.data_path=examples/three_tasks/subtract.jsonl", "data.train.env_name=math"),
     *("checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false"),
 ]
-OPERATION = ("support/run/", "support/system/", "support/split/", "support/inputs/", "support/check/")
+OPERATION = ("support/run/", "support/system/", "support/split/", "support/check/")
 
 
 class Trace:

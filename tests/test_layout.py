@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # files never import each other in a circle.
 LEVELS = (
     ("config",),
-    ("support/__init__", "kernels", "judges", "support/system", "data"),
+    ("support/__init__", "kernels", "judges", "support/system", "records"),
     ("envs", "advantages", "loss", "attention"),
-    ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora"),
-    ("model", "engine", "batch"),
+    ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora", "pack"),
+    ("model", "engine"),
     ("metrics", "loss_path", "rollout"),
     ("gap",),
     ("optim",),

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data import Sample, sample_seed
+from records import Sample, sample_seed
 from support.agents.chat import Refused, Request, digest, link_of, read_message
 from support.inputs.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from config import DataError
-from data import Sample
 from envs import StepResult
+from records import Sample
 from support.agents.calls import Call, Completion, Options, Rollout, fill
 from support.agents.chat import Refused, Reply, completion_object
 from support.agents.parser import Parsed
@@ -104,8 +104,8 @@ class Endpoint:
         sample.finish_reason = "length" if was_cut else "stop"
         sample.num_calls = sum(len(row) for row in rows)
         sample.turn_tokens = [sample.num_trained_tokens]
-        sample.message = " ".join(message.split())  # one line
-        sample.crashed = result.outcome == "error" and result.state.get("counts", False)
+        sample.grade.message = " ".join(message.split())  # one line
+        sample.grade.crashed = result.outcome == "error" and result.state.get("counts", False)
         return result
 
     def shut_down(self) -> None:

@@ -22,7 +22,7 @@ from typing import TypedDict
 import numpy as np
 
 from config import Config, ConfigError
-from data import Problem
+from records import Problem
 from support.inputs.scan import Dataset
 from support.system.imports import call, import_attribute
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
-from data import Problem
+from records import Problem
 from support.inputs.files import parse_json, read_text
 from support.inputs.sources import Source, with_preset
 from support.inputs.tokenizer import ControlTokenInText, Tokenizer

@@ -16,7 +16,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from config import DataError, DatasetConfig
-from data import Problem
+from records import Problem
 from support.inputs.problems import ProblemMaker
 from support.inputs.sources import open_source, with_preset
 from support.inputs.tokenizer import Tokenizer

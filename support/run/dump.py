@@ -9,7 +9,7 @@ Writing is here and not in replay.py because the loop writes, and a replay calls
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -19,30 +19,32 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from tokenizers.decoders import DecodeStream
 
-from batch import to_device
-from data import Sample, assign_to_ranks, empty_pack, pack_samples
+from pack import assign_to_ranks, empty_pack, pack_samples, to_device
+from records import Grade, Sample
 from support.inputs.resume import VERSION
 from support.inputs.tokenizer import Tokenizer
 from support.run import checkpoint
 from support.run.start import Run
-from support.system.exchange import move_tokens
+from support.system.exchange import held_here, move_tokens
 from support.system.ranks import gather, on_rank0
 
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
 TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
-NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks")
+NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks", "grade", "is_filtered")
 RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
+RECORDED_OF_GRADE = [field.name for field in fields(Grade)]
 
 
 def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
     """Writes the samples that `step` is to train to rollouts/step_000012. A disk without room costs this dump, not the
     run. A collective of all ranks that train, before the first optimizer step."""
     ranks, temporary = run.ranks, run.folder / "rollouts" / f"step_{step:06d}.tmp"
-    rows = [row for sample in trained for row in (sample, *sample.forks)]
-    holders = [i % ranks.world_size if each.holder is None else each.holder for i, each in enumerate(rows)]
-    held = [i for i, holder in enumerate(holders) if holder == ranks.rank]
-    tensors = _columns(run, [rows[i] for i in held]) | {"sample_S": torch.tensor(held, dtype=torch.int32)}
+    rows = [row for sample in trained for row in sample.sequences]
+    number_of_row = {id(row): number for number, row in enumerate(rows)}
+    held = held_here(rows)
+    tensors = _columns(run, held)
+    tensors["sample_S"] = torch.tensor([number_of_row[id(row)] for row in held], dtype=torch.int32)
     move_tokens([rows])  # rank 0 writes the texts of all
     try:
         on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
@@ -71,27 +73,36 @@ def read(folder: Path) -> list[Sample]:
             start, end = end, end + num_tokens
             tokens = {name: columns[column][start:end] for name, column in COLUMNS.items()}
             recorded = {name: records[number][name] for name in RECORDED if name in records[number]}
-            rows[number] = Sample(**recorded, **tokens)
+            grade = Grade(**{name: records[number][name] for name in RECORDED_OF_GRADE if name in records[number]})
+            is_filtered = records[number]["num_trained_tokens"] == 0
+            rows[number] = Sample(**recorded, **tokens, grade=grade, is_filtered=is_filtered)
     samples: list[Sample] = []
     for number, record in enumerate(records):
         row = rows[number]
-        row.num_trained_tokens = record["num_trained_tokens"]  # 0 where it was filtered out
         if record.get("is_fork"):
+            row.prompt, row.grade = samples[-1].prompt, samples[-1].grade
             samples[-1].forks.append(row)
         else:
             samples.append(row)
+    for sample in samples:
+        sample.count_tokens()
     return samples
 
 
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:
     with file.open("w") as stream:
-        pairs = zip(samples, adv_B, strict=True)
-        for sample, adv, owner in ((row, adv, each) for each, adv in pairs for row in (each, *each.forks)):
-            record = {name: getattr(sample, name) for name in RECORDED} | {"advantage": adv}
-            record |= {"is_fork": True} if sample is not owner else {}  # of the line before that has no such key
-            record["prompt_text"] = tokenizer.backend.decode(sample.prompt_ids, skip_special_tokens=False)
-            record["tokens"] = token_texts(tokenizer, sample.output_ids.tolist())
-            stream.write(json.dumps(record) + "\n")
+        for sample, adv in zip(samples, adv_B, strict=True):
+            for row in sample.sequences:
+                record = {name: getattr(row, name) for name in RECORDED}
+                for name in RECORDED_OF_GRADE:
+                    record[name] = getattr(row.grade, name)
+                record["num_trained_tokens"] = row.num_loss_tokens  # 0: it is filtered out
+                record["advantage"] = adv
+                if row is not sample:
+                    record["is_fork"] = True  # of the line before that has no such key
+                record["prompt_text"] = tokenizer.backend.decode(row.prompt_ids, skip_special_tokens=False)
+                record["tokens"] = token_texts(tokenizer, row.output_ids.tolist())
+                stream.write(json.dumps(record) + "\n")
 
 
 @torch.no_grad()
@@ -103,20 +114,30 @@ def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     for name, column in COLUMNS.items():
         tokens[column] = np.concatenate([[], *(getattr(sample, name) for sample in samples)])
     tokens["logp_T"] = tokens["entropy_T"] = np.nan
-    # A pack does not say which sample a row is of: places in the file, in place of the versions, do.
-    ends = np.cumsum(lengths)
-    placed = [replace(s, versions=np.arange(end - len(s.mask), end)) for s, end in zip(samples, ends, strict=True)]
     model, policy, device = run.model, run.cfg.policy, run.device
     max_tokens, share_prefix = policy.pack_tokens(device.type), policy.sequence_packing.share_prefix
-    (parts,) = assign_to_ranks([each for each in placed if each.mask.any()], 1, max_tokens, share_prefix)
+    scored = [sample for sample in samples if sample.mask.any()]
+    (parts,) = assign_to_ranks(scored, 1, max_tokens, share_prefix)
     packs = pack_samples(parts, max_tokens)
     packs += [empty_pack()] * (max(1, *gather(len(packs))) - len(packs))
+    places = _places(samples, [sample for part in parts for sample in part])
     for pack in packs:
         logp_R, entropy_R = model(*to_device(pack, device).model_inputs)
-        tokens["logp_T"][pack.version_R] = logp_R.cpu().numpy()
-        tokens["entropy_T"][pack.version_R] = entropy_R.cpu().numpy()
+        tokens["logp_T"][places[pack.source_R]] = logp_R.cpu().numpy()
+        tokens["entropy_T"][places[pack.source_R]] = entropy_R.cpu().numpy()
     tensors = {name: torch.from_numpy(tokens[name].copy()) for name in TOKENS.names}
-    return tensors | {"num_tokens_S": torch.tensor(lengths, dtype=torch.int32)}
+    tensors["num_tokens_S"] = torch.tensor(lengths, dtype=torch.int32)
+    return tensors
+
+
+def _places(samples: Sequence[Sample], packed: Sequence[Sample]) -> np.ndarray:
+    """Of each output id of the packed samples, as `Pack.source_R` counts them, the place among those of all samples."""
+    place_of = {}
+    start = 0
+    for sample in samples:
+        place_of[id(sample)] = np.arange(start, start + sample.num_output_tokens)
+        start += sample.num_output_tokens
+    return np.concatenate([np.zeros(0, np.int64), *(place_of[id(sample)] for sample in packed)])
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -28,8 +28,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from config import LoggerConfig, WandbConfig, shortened
-from data import Sample
 from metrics import Numbers
+from records import Sample
 from support.inputs.files import read_records
 from support.inputs.tokenizer import Tokenizer
 from support.run.health import Health
@@ -42,6 +42,7 @@ PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_train
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
 SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
 num_gen_tokens""".split()
+GRADE_FIELDS = ("reward", "unshaped_reward", "outcome")
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
 
 
@@ -142,7 +143,7 @@ class RunLog:
             for sample in samples[: self.cfg.num_val_samples_to_print]:
                 prompt = _decoded(tokenizer, sample.prompt_ids)
                 reply = _decoded(tokenizer, sample.output_ids)
-                grade = f"{sample.outcome}, reward {sample.reward:g}, expected {shortened(sample.expected)}"
+                grade = f"{sample.grade.outcome}, reward {sample.grade.reward:g}, expected {shortened(sample.expected)}"
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {grade}", flush=True)
 
     def step(self, step: int, train: Numbers, seconds: Numbers, performance: Numbers) -> None:
@@ -261,12 +262,13 @@ def _record_of(sample: Sample, tokenizer: Tokenizer) -> dict:
     """The line of samples.jsonl for a sample, without step and kind."""
     record = {"prompt": _decoded(tokenizer, sample.prompt_ids), "reply": _decoded(tokenizer, sample.output_ids)}
     for name in SAMPLE_FIELDS:
-        record[name] = getattr(sample, name)
-    if sample.rewards:
-        record["rewards"] = sample.rewards
+        owner = sample.grade if name in GRADE_FIELDS else sample
+        record[name] = getattr(owner, name)
+    if sample.grade.rewards:
+        record["rewards"] = sample.grade.rewards
     record["expected"] = sample.expected[:MAX_EXPECTED]
-    if sample.message:  # of an agent that failed
-        record["message"] = sample.message
+    if sample.grade.message:  # of an agent that failed
+        record["message"] = sample.grade.message
     return record
 
 

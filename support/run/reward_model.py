@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from attention import PackLayout
 from config import Config, DataError
-from data import first_fit
 from model import Decoder, load_policy
+from pack import first_fit
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import fsdp_mesh, gather

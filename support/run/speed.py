@@ -6,9 +6,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from batch import MicroBatch, Minibatch
 from config import LoRAConfig, PolicyConfig
 from metrics import Numbers
+from pack import MicroBatch, Minibatch
 from support.hf.lora_layers import adapted_layers, linear_layers
 from support.inputs.model_config import ModelConfig
 from support.system.ranks import gather

@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 
 from attention import uses_flash_attention
-from batch import needs_old_logps
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
 from kernels import LossPath, SamplingFilter, choose_backend
@@ -21,6 +20,7 @@ from loss import policy_loss
 from loss_path import choose_loss_path
 from model import Decoder, Reference, load_policy
 from optim import build_optimizer
+from pack import needs_old_logps
 from rollout import Sampler
 from support.check import preflight
 from support.check.memory_plan import OWN_CONTEXT

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from batch import Minibatch
 from config import Config
 from gap import check_canary
 from metrics import Numbers, age_metrics
 from model import Decoder
+from pack import Minibatch
 from rollout import StepSamples
 from support.hf.weights import adapter_config, save_adapter, save_hf
 from support.inputs.tokenizer import Tokenizer
@@ -21,7 +21,6 @@ from support.run import dump
 from support.run.speed import performance_metrics
 from support.run.start import Run
 from support.system.disk import describe_os_error
-from support.system.exchange import move_tokens
 from support.system.exits import Interrupted, Saved, StopRun
 from support.system.progress import Progress
 from support.system.ranks import any_rank
@@ -72,7 +71,6 @@ def _log_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], seco
         working_seconds["generation"] = seconds["total_step_time"]  # generators work while the trainers do
     performance = performance_metrics(run.metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
     performance |= run.memory.metrics(run.timer.peaks)
-    move_tokens([samples.trained[: run.cfg.logger.num_samples_to_log]])
     if run.log:
         run.log.step(run.state.step, run.metrics, seconds, performance)
         run.log.samples(run.state.step, "train", samples.trained, run.inputs.tokenizer)

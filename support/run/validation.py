@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean, pvariance
 
 from config import Config
-from data import Sample, groups_of
 from engine import SamplingOptions, sync_weights
+from records import Sample, groups_of
 from rollout import Sampler
 from support.check.preflight import RunInputs
 from support.inputs.resume import checkpoint_folder
@@ -144,10 +144,10 @@ def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         "accuracy_ci95_low": low,
         "accuracy_ci95_high": high,
         "num_problems": len(groups),
-        "reward": fmean(sample.reward for sample in samples),
+        "reward": fmean(sample.grade.reward for sample in samples),
         "avg_length": fmean(sample.num_gen_tokens for sample in samples),
         "truncation_rate": fmean(sample.finish_reason == "length" for sample in samples),
-        "outcome/parse_fail": fmean(sample.outcome == "parse_fail" for sample in samples),
+        "outcome/parse_fail": fmean(sample.grade.outcome == "parse_fail" for sample in samples),
     }
     if size == 1:
         return values
@@ -159,11 +159,11 @@ def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
 
 
 def accuracy(samples: Iterable[Sample]) -> float:
-    return fmean(sample.outcome == "ok" for sample in samples)
+    return fmean(sample.grade.outcome == "ok" for sample in samples)
 
 
 def num_right(samples: Iterable[Sample]) -> int:
-    return sum(sample.outcome == "ok" for sample in samples)
+    return sum(sample.grade.outcome == "ok" for sample in samples)
 
 
 def _attempts(size: int) -> list[int]:
@@ -188,14 +188,14 @@ def majority(samples: Sequence[Sample]) -> float:
     """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency"); 0 if none has one. At
     a tie each leading answer counts alike, as if one were drawn: the order of the votes does not matter. maj@k is this
     over the first k samples of each problem, which is unbiased because samples are independent."""
-    votes = Counter(sample.extracted for sample in samples if sample.extracted is not None)
+    votes = Counter(sample.grade.extracted for sample in samples if sample.grade.extracted is not None)
     if not votes:
         return 0.0
     most = max(votes.values())
     shares_right = []
     for answer, count in votes.items():
         if count == most:
-            shares_right.append(accuracy(sample for sample in samples if sample.extracted == answer))
+            shares_right.append(accuracy(sample for sample in samples if sample.grade.extracted == answer))
     return fmean(shares_right)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from config import Config
-from data import Sample
 from engine import Completion, SamplingOptions, Weights
+from records import Sample
 from rollout import Prompts, Sampler
 from support.inputs.tokenizer import Tokenizer
 from support.system.bridge import Bridge, Shapes
@@ -142,7 +142,7 @@ def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, 
 
 def with_tokens(samples: list[Sample]) -> list[Sample]:
     """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
-    rows = [row for sample in samples for row in (sample, *sample.forks)]
+    rows = [row for sample in samples for row in sample.sequences]
     move_tokens([rows])
     for row in rows:
         row.holder = None

@@ -1,37 +1,58 @@
-"""Samples between ranks: what is known of each to all ranks, its tokens to the ranks that need them.
+"""Samples between ranks: what is known of them to all ranks, their tokens to the ranks that need them.
 
 All ranks hold the same samples in the same order. Only the `holder` of a sample has the tokens, until it sends them.
+No other file reads `Sample.holder`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from data import Sample
+from records import Sample
 from support.system.ranks import gather
 
 TOKEN = np.dtype([("output_ids", "i4"), ("sampler_logps", "f4"), ("versions", "i4"), ("mask", "?")])  # 13 bytes
 
 
+def held_here(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples of which this rank has to pass on the tokens, or what is made of them: each is one rank's. Those that
+    all ranks have are dealt to them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    held = []
+    for number, sample in enumerate(samples):
+        holder = number % size if sample.holder is None else sample.holder
+        if holder == rank:
+            held.append(sample)
+    return held
+
+
 def share_samples(samples: list[Sample], part_names: Sequence[str]) -> None:
     """Gives all ranks all samples, in place, but for the tokens: of their rewards the parts that have these names, and
     prompt ids of agents' samples alone, as the others have the problem's. A collective."""
-    left_out = {name: np.zeros(0, TOKEN[name]) for name in TOKEN.names}
-    held = []
-    for each in samples:
-        if each.holder == dist.get_rank():
-            each.rewards = {name: each.rewards[name] for name in part_names if name in each.rewards}
-            forks = [replace(fork, **left_out) for fork in each.forks]
-            ids = each.prompt_ids if each.is_led else []
-            held.append(replace(each, **left_out, forks=forks, prompt_ids=ids, messages=[]))
-    found = {(each.prompt, each.index): each for part in gather(held) for each in part}
+    rank = dist.get_rank()
+    found = {}
+    for part in gather([_without_tokens(sample, part_names) for sample in samples if sample.holder == rank]):
+        for sample in part:
+            found[sample.prompt, sample.index] = sample
     for place, sample in enumerate(samples):
-        if sample.holder != dist.get_rank():
-            samples[place] = found[sample.prompt, sample.index]
-            samples[place].prompt_ids = samples[place].prompt_ids or sample.prompt_ids
+        if sample.holder == rank:
+            continue
+        samples[place] = found[sample.prompt, sample.index]
+        if not samples[place].is_led:
+            samples[place].prompt_ids = sample.prompt_ids
+
+
+def _without_tokens(sample: Sample, part_names: Sequence[str]) -> Sample:
+    """What all ranks are told of a sample."""
+    grade = sample.grade
+    grade.rewards = {name: grade.rewards[name] for name in part_names if name in grade.rewards}
+    no_tokens = {name: np.zeros(0, TOKEN[name]) for name in TOKEN.names}
+    forks = [replace(fork, **no_tokens) for fork in sample.forks]
+    prompt_ids = sample.prompt_ids if sample.is_led else []
+    return replace(sample, **no_tokens, forks=forks, prompt_ids=prompt_ids, messages=[])
 
 
 def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
@@ -40,17 +61,32 @@ def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
     if all(sample.holder is None for samples in needed for sample in samples):
         return
     rank, size = dist.get_rank(), dist.get_world_size()
-    received = sorted(needed[rank] if rank < len(needed) else [], key=lambda sample: sample.holder)
-    sent = [[sample for sample in samples if sample.holder == rank] for samples in needed]
-    outgoing = np.empty(sum(sample.num_output_tokens for samples in sent for sample in samples), TOKEN)
+    lists = [_each_once(samples) for samples in needed]
+    lists += [[] for _ in range(size - len(lists))]
+    received = sorted(lists[rank], key=lambda sample: sample.holder)
+    sent = [[sample for sample in samples if sample.holder == rank] for samples in lists]
+    outgoing = np.empty(sum(map(_num_tokens, sent)), TOKEN)
     for name in TOKEN.names:
         outgoing[name] = np.concatenate([[], *(getattr(sample, name) for samples in sent for sample in samples)])
-    num_bytes = np.zeros((2, size), np.int64)  # from and to each rank
-    np.add.at(num_bytes[0], [s.holder for s in received], [TOKEN.itemsize * s.num_output_tokens for s in received])
-    num_bytes[1, : len(sent)] = [TOKEN.itemsize * sum(s.num_output_tokens for s in samples) for samples in sent]
-    incoming = np.empty(num_bytes[0].sum(), np.uint8)
-    dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing.view(np.uint8)), *num_bytes.tolist())
-    ends = np.cumsum([sample.num_output_tokens for sample in received])
-    for sample, tokens in zip(received, np.split(incoming.view(TOKEN), ends), strict=False):
+    bytes_in = [0] * size
+    for sample in received:
+        bytes_in[sample.holder] += TOKEN.itemsize * sample.num_output_tokens
+    bytes_out = [TOKEN.itemsize * _num_tokens(samples) for samples in sent]
+    incoming = np.empty(sum(bytes_in), np.uint8)
+    tensors = torch.from_numpy(incoming), torch.from_numpy(outgoing.view(np.uint8))
+    dist.all_to_all_single(*tensors, bytes_in, bytes_out)
+    start = 0
+    for sample in received:
+        end = start + sample.num_output_tokens
+        tokens = incoming.view(TOKEN)[start:end]
         for name in TOKEN.names:
             setattr(sample, name, tokens[name].copy())
+        start = end
+
+
+def _each_once(samples: Sequence[Sample]) -> list[Sample]:
+    return list({id(sample): sample for sample in samples}.values())
+
+
+def _num_tokens(samples: Sequence[Sample]) -> int:
+    return sum(sample.num_output_tokens for sample in samples)

@@ -14,9 +14,10 @@ from dist_case import settings
 
 from advantages import step_advantages
 from config import AgentConfig, ChatServerConfig, ConfigError
-from data import Sample, assign_to_ranks, pack_samples
 from judges.pool import Graded
 from loss import policy_loss
+from pack import assign_to_ranks, pack_samples
+from records import Grade, Sample
 from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import Agent
@@ -191,8 +192,11 @@ def rollouts(rng):
             ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
             given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
             rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
-        rows[0].forks, rows[0].reward = rows[1:], float(rng.random())
-        rows[0].outcome, rows[0].crashed = ["ok", "error"][index == 4], index == 4 and prompt != 1
+        is_error = index == 4
+        grade = Grade(float(rng.random()), "error" if is_error else "ok", crashed=is_error and prompt != 1)
+        rows[0].forks = rows[1:]
+        for row in rows:
+            row.grade = grade
         rows[0].count_tokens()
         samples.append(rows[0])
     return samples
@@ -219,18 +223,19 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64
     cfg = settings(grpo={"reward_std_floor": 0.0} | keys, loss_fn={"old_logprobs": "sampler"})
     samples = rollouts(np.random.default_rng(5))
     for s in samples:
-        s.reward *= s.outcome == "ok"
+        s.grade.reward *= s.grade.outcome == "ok"
     adv_B, _ = step_advantages(samples, cfg.grpo, cfg.loss_fn)
     tables = [torch.randn(size, 9, generator=torch.manual_seed(1)) for size in (12, 40)]
     ours, theirs = ([t.clone().requires_grad_() for t in tables] for _ in range(2))
-    num_tokens = sum(int(row.mask.sum()) for s in samples if s.is_graded for row in (s, *s.forks))
-    num_seqs = sum(1 + len(s.forks) for s in samples if s.is_graded)
+    num_tokens = sum(int(row.mask.sum()) for s in samples if s.grade.is_valid for row in (s, *s.forks))
+    num_seqs = sum(1 + len(s.forks) for s in samples if s.grade.is_valid)
     expected = 0.0
     for s, adv in zip(samples, adv_B, strict=True):
-        graded = [o for o in samples if o.prompt == s.prompt and o is not s and (o.outcome == "ok" or o.crashed)]
-        want = loop_advantage(s.reward, [o.reward for o in graded], cfg.grpo) if s.is_graded else 0.0
+        peers = [o for o in samples if o.prompt == s.prompt and o is not s]
+        graded = [o for o in peers if o.grade.outcome == "ok" or o.grade.crashed]
+        want = loop_advantage(s.grade.reward, [o.grade.reward for o in graded], cfg.grpo) if s.grade.is_valid else 0.0
         assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
-        for row in (s, *s.forks) if s.is_graded else ():
+        for row in (s, *s.forks) if s.grade.is_valid else ():
             ids = [*row.prompt_ids, *row.output_ids.tolist()]
             for i in np.flatnonzero(row.mask):
                 at = len(row.prompt_ids) + int(i) - 1
@@ -241,9 +246,10 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64
                 expected = expected + loss / num_tokens
     expected.backward()
     for s, adv in zip(samples, adv_B, strict=True):
-        s.advantage, s.num_trained_tokens = adv, s.num_trained_tokens * s.is_graded
+        for row in s.sequences:
+            row.advantage = adv
     exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
-    parts = assign_to_ranks([row for s in samples for row in s.rows], 2, 64, share_prefix=True)
+    parts = assign_to_ranks([row for s in samples if s.grade.is_valid for row in s.sequences], 2, 64, share_prefix=True)
     packs = [pack for share in parts for pack in pack_samples(share, 64)]
     total = 0.0
     for pack in packs:

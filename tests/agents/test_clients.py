@@ -22,9 +22,8 @@ from dist_case import settings
 from loop import train_once
 from two_nodes import free_port
 
-import batch
 from config import AgentConfig
-from data import pack_samples
+from pack import pack_samples, to_device
 from support.inputs.reader import load
 
 pytestmark = pytest.mark.long
@@ -94,7 +93,7 @@ def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatc
     drawn = record_draws(case.engine, monkeypatch)
     inputs = [(name, f"{n}+7") for n in range(NUM_ROLLOUTS // 4)]
     samples = sample(case, [client], inputs, num_samples=4, **{name: kwargs})
-    assert [(s.message, s.outcome in ("ok", "wrong")) for s in samples] == [("", True)] * NUM_ROLLOUTS
+    assert [(s.grade.message, s.grade.outcome in ("ok", "wrong")) for s in samples] == [("", True)] * NUM_ROLLOUTS
     rows = [row for s in samples for row in (s, *s.forks)]
     trained = Counter()
     for row in rows:
@@ -103,7 +102,7 @@ def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatc
         trained.update((ids[:begin], ids[begin:end]) for begin, end in edges.reshape(-1, 2))
     assert trained == drawn and sum(drawn.values()) > NUM_ROLLOUTS
     assert (len(rows) == NUM_ROLLOUTS) == (name != "smolagents")
-    micros = [batch.to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
+    micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
     with torch.no_grad():
         gaps = [(case.policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs().max() for micro in micros]
     assert max(gaps) < 2e-5

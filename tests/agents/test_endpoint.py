@@ -13,8 +13,8 @@ import pytest
 import torch
 from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, post, record_draws, serve
 
-import batch
-from data import Sample, pack_samples
+from pack import pack_samples, to_device
+from records import Grade, Sample
 from support.agents.calls import fill
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def samples_of(rollouts):
     samples = []
     for number, rollout in enumerate(rollouts):
         for i, row in enumerate(rollout.rows()):
-            samples.append(Sample(number, i, 0, [], advantage=1.0, reward=1.0))
+            samples.append(Sample(number, i, 0, [], advantage=1.0, grade=Grade(1.0)))
             fill(samples[-1], row, True)
     return samples
 
@@ -84,7 +84,7 @@ def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch
 
 
 def largest_gap(case, samples):
-    micros = [batch.to_device(pack, torch.device("cpu")) for pack in pack_samples([[s] for s in samples], 2048)]
+    micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[s] for s in samples], 2048)]
     with torch.no_grad():
         return max((case.policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs().max() for micro in micros)
 

@@ -253,8 +253,8 @@ def test_the_connections_of_a_rollout_end_with_it(case, monkeypatch):
 def test_agents_whose_failures_quote_hostile_texts(case, capfd):
     hostile = AgentConfig(name="hostile", function="hostile_agent:solve", num_workers=4, deadline_s=60.0)
     samples = sample(case, [hostile], [("hostile", "1+1")], num_samples=32)
-    assert len({s.outcome for s in samples}) >= 2 and {s.num_calls for s in samples} == {1, 2}
-    messages = [s.message for s in samples if s.message]
+    assert len({s.grade.outcome for s in samples}) >= 2 and {s.num_calls for s in samples} == {1, 2}
+    messages = [s.grade.message for s in samples if s.grade.message]
     assert len(messages) > 8 and all("\n" not in message for message in messages)
     assert any("\ud800" in message or "\udfff" in message for message in messages)
     said = capfd.readouterr()

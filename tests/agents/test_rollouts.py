@@ -42,18 +42,22 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     samples = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
     assert [(s.prompt, s.index) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
     for s in samples:
-        assert s.is_led and s.message == "" and s.weight_version == 3 and s.num_turns == 1
+        assert s.is_led and s.grade.message == "" and s.weight_version == 3 and s.num_turns == 1
         assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_trained_tokens > 0
-        assert s.turn_tokens == [s.num_trained_tokens] and s.turn_rewards == [s.reward]
+        assert s.turn_tokens == [s.num_trained_tokens] and s.grade.turn_rewards == [s.grade.reward]
     assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
     for s in samples[2:4]:
-        assert (s.reward, s.outcome, s.rewards) == (1.0, "wrong", {"near": 0.75}) and s.extracted is not None
+        assert (s.grade.reward, s.grade.outcome, s.grade.rewards) == (
+            1.0,
+            "wrong",
+            {"near": 0.75},
+        ) and s.grade.extracted is not None
         assert len(s.forks) >= 1  # it repeats only its last message: each call is a row of its own
     for s in samples[4:6]:
-        assert (s.reward, s.outcome, len(s.forks)) == (0.25, "ok", 0) and s.num_env_tokens > 0
+        assert (s.grade.reward, s.grade.outcome, len(s.forks)) == (0.25, "ok", 0) and s.num_env_tokens > 0
     again = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
     for one, other in zip(samples, again, strict=True):
-        assert one.output_ids.tolist() == other.output_ids.tolist() and one.reward == other.reward
+        assert one.output_ids.tolist() == other.output_ids.tolist() and one.grade.reward == other.grade.reward
         assert [f.output_ids.tolist() for f in one.forks] == [f.output_ids.tolist() for f in other.forks]
     assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
 
@@ -66,7 +70,7 @@ def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_pa
     python = str(tmp_path / "venv" / "bin" / "python")
     own = agent("own", function="bad_agents:where_am_i", python=python, pass_env=("AGENT_SECRET",))
     [found] = sample(case, [own], [("own", "1+1")], num_samples=1, own={"prefix": str(tmp_path / "venv")})
-    assert (found.outcome, found.reward) == ("ok", 1.0), found.message
+    assert (found.grade.outcome, found.grade.reward) == ("ok", 1.0), found.grade.message
     for changes, named in (
         ({"python": "/no/python"}, "own.python=/no/python"),
         ({"pass_env": ("NOT_SET",)}, "own.pass_env: NOT_SET"),
@@ -120,7 +124,7 @@ def test_an_isolated_command_sees_neither_other_agents_nor_the_runs_files(case, 
     for s in sample(case, [snoop], rows):
         free = float(isolation == "none")
         want = {"file": free, "others": free, "own": 1.0, "signal": free, "scratch": 1.0}
-        assert (s.outcome, s.message, s.rewards) == ("ok", "", want)
+        assert (s.grade.outcome, s.grade.message, s.grade.rewards) == ("ok", "", want)
     Path("/tmp/scratch").unlink(missing_ok=isolation == "required")
 
 
@@ -151,9 +155,9 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     samples = sample(case, [bad], [("bad", kind) for kind in BAD], num_samples=1)
     assert time.monotonic() - begin < 60
     for (kind, (outcome, reward, is_trained, said)), s in zip(BAD.items(), samples, strict=True):
-        assert (s.outcome, s.reward) == (outcome, reward), (kind, s.outcome, s.message)
-        assert s.is_graded == is_trained and said in s.message, (kind, s.message)
-        assert bool(s.message) == (outcome != "ok"), kind
+        assert (s.grade.outcome, s.grade.reward) == (outcome, reward), (kind, s.grade.outcome, s.grade.message)
+        assert s.grade.is_valid == is_trained and said in s.grade.message, (kind, s.grade.message)
+        assert bool(s.grade.message) == (outcome != "ok"), kind
         assert (s.num_calls > 0) == (kind != "never") and (s.num_trained_tokens > 0) == (kind != "never")
     assert samples[list(BAD).index("big prompt")].finish_reason == "length"
     assert samples[list(BAD).index("many")].num_calls == 4
@@ -172,8 +176,8 @@ def test_a_thousand_calls_at_once(case):
     begin = time.monotonic()
     first, second = sample(case, [crowd, late], [("crowd", "crowd"), ("late", "crowd that waits")], num_samples=1)
     assert time.monotonic() - begin < 30
-    assert (first.outcome, first.reward, first.num_calls) == ("ok", 1, 4), first.message
-    assert (second.outcome, second.is_graded) == ("timeout", True) and 0 < second.num_calls <= 1001
+    assert (first.grade.outcome, first.grade.reward, first.num_calls) == ("ok", 1, 4), first.grade.message
+    assert (second.grade.outcome, second.grade.is_valid) == ("timeout", True) and 0 < second.num_calls <= 1001
     assert second.num_trained_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
     while not case.endpoint.server.inbox.empty():  # what came after the end of the rollout
         case.endpoint.before_step()
@@ -191,8 +195,8 @@ def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens
     assert metrics["global_valid_toks"] == num_tokens
     case.oracle.zero_grad()
     for s in samples:
-        others = [o.reward for o in samples if o.prompt == s.prompt and o is not s]
-        advantage = s.reward - sum(others) / len(others)
+        others = [o.grade.reward for o in samples if o.prompt == s.prompt and o is not s]
+        advantage = s.grade.reward - sum(others) / len(others)
         for row in (s, *s.forks):
             ids = torch.tensor([*row.prompt_ids, *row.output_ids.tolist()])
             logits_TV = case.oracle(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, : case.tokenizer.vocab_size]

@@ -9,6 +9,7 @@ from statistics import mean, pstdev, stdev
 import numpy as np
 import pytest
 import torch
+from samples import with_grade
 
 from advantages import (
     advantage_metrics,
@@ -22,8 +23,8 @@ from advantages import (
     step_advantages,
 )
 from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
-from data import Sample
 from metrics import sample_metrics
+from records import Grade, Sample
 from rollout import is_mixed
 
 REWARDS = {3: [1.0, 0, 0, 0.5], 9: [0.3, 1, -0.5, 2], 5: [0.2, 0.2, 0.2]}  # the last: all equal
@@ -214,15 +215,16 @@ GDPO = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="gdpo"))
 MIXED = [("exact", 1.0, {}), ("countdown", 0.1, {"answer": 0.0, "format": 0.1}), ("math", 0.0, {})]
 
 
-def sample(length, reward=1.0, prompt=0, *, finish_reason="stop", **fields):
+def sample(length, reward=1.0, prompt=0, *, finish_reason="stop", grade=None, **fields):
     """A sample of `length` trained tokens."""
+    graded = replace(grade or Grade(), reward=reward)
     zeros = np.zeros(length)
     ids, logps = zeros.astype(np.int32), zeros.astype(np.float32)
-    return Sample(prompt, 0, 0, [5] * 100, ids, logps, zeros == 0, finish_reason, ids, reward, **fields)
+    return Sample(prompt, 0, 0, [5] * 100, ids, logps, zeros == 0, finish_reason, ids, graded, **fields)
 
 
 def graded(env_name, prompt, reward, rewards, length=3):
-    return sample(length, reward, prompt, env_name=env_name, rewards=rewards)
+    return sample(length, reward, prompt, env_name=env_name, grade=Grade(rewards=rewards))
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
@@ -234,7 +236,7 @@ def test_environments_that_name_different_rewards_share_a_batch(name, first):
         samples += [graded(env_name, prompt, reward, rewards, length=2), graded(env_name, prompt, 0.5, rewards)]
     adv_B, metrics = step_advantages(samples, replace(PLUS, adv_estimator=AdvEstimatorConfig(name=name)), LossConfig())
     # Groups of two: reward r against 0.5.
-    distances = [sign * (sample.reward - 0.5) for sample in samples[::2] for sign in (1, -1)]
+    distances = [sign * (sample.grade.reward - 0.5) for sample in samples[::2] for sign in (1, -1)]
     want = distances if name == "grpo" else whitened([d / 2 for d in distances], [2, 3] * 3)
     assert adv_B == pytest.approx(want, abs=1e-6)
     assert metrics["advantages/max"] == max(adv_B)
@@ -263,16 +265,16 @@ def test_what_could_not_be_graded_is_in_no_statistic(name):
         for outcome in group:
             rewards = {} if outcome == "error" and prompt < 2 else {"a": rng.normal(), "b": rng.normal()}
             samples.append(graded("e", prompt, rng.normal(), rewards, length=int(rng.integers(1, 9))))
-            samples[-1].outcome = outcome
+            samples[-1].grade.outcome = outcome
     adv_B, metrics = step_advantages(samples, grpo, LossConfig())
-    rest = [each for each in samples if each.outcome != "error"]
+    rest = [each for each in samples if each.grade.outcome != "error"]
     want, want_metrics = step_advantages(rest, grpo, LossConfig())
-    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.outcome != "error"] == want
+    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.grade.outcome != "error"] == want
     assert metrics == want_metrics and len(rest) == 8
     assert adv_B[2] == adv_B[5] == 0 and adv_B[4:12] == [0.0] * 8  # prompt 1 has one sample left, 2 has none
     assert all(adv_B[i] != 0 for i in (0, 1, 3, 12, 13, 14, 15))
     for each in samples:
-        each.reward = 1e3 if each.outcome == "error" else each.reward
+        each.grade.reward = 1e3 if each.grade.outcome == "error" else each.grade.reward
     assert step_advantages(samples, grpo, LossConfig())[0] == adv_B
 
 
@@ -348,9 +350,9 @@ def conversations():
     samples = []
     for prompt, outcome, turns in TURNS:
         rewards, tokens = map(list, zip(*turns, strict=True))
-        samples.append(sample(sum(tokens), sum(rewards), prompt, turn_rewards=rewards, turn_tokens=tokens))
-        samples[-1].outcome, samples[-1].num_turns = outcome, len(turns)
-        samples[-1].num_trained_tokens *= samples[-1].is_graded
+        samples.append(sample(sum(tokens), sum(rewards), prompt, grade=Grade(turn_rewards=rewards), turn_tokens=tokens))
+        samples[-1].grade.outcome, samples[-1].num_turns = outcome, len(turns)
+        samples[-1].is_filtered = not samples[-1].grade.is_valid
     return samples
 
 
@@ -392,7 +394,7 @@ def test_each_turn_has_the_advantage_of_its_own_reward(options, token_level):
     assert metrics["gradient/largest_group_share"] == pytest.approx(max(sizes.values()) / sum(sizes.values()), rel=1e-5)
     assert metrics["gradient/num_groups"] == 2
     assert metrics["advantage_abs_max"] == pytest.approx(max(map(abs, want.values())), rel=1e-5)
-    samples[2].num_trained_tokens = 0  # the overlong filter: in the baseline, and in no weight
+    samples[2].is_filtered = True  # the overlong filter: in the baseline, and in no weight
     again_B, again = step_advantages(samples, grpo, LossConfig(token_level_loss=token_level))
     if "adv_estimator" not in options:
         assert again_B == adv_B and again["gradient/largest_group_share"] != metrics["gradient/largest_group_share"]
@@ -403,27 +405,26 @@ def test_without_turn_level_advantages_turns_change_nothing(name):
     """The sum over the conversation, to the bit."""
     samples, grpo = conversations(), GRPOConfig(max_rollout_turns=3, **ESTIMATORS[name])
     for i, each in enumerate(samples):
-        each.rewards = {"a": each.reward, "b": float(i % 2)}
+        each.grade.rewards = {"a": each.grade.reward, "b": float(i % 2)}
     adv_B, metrics = step_advantages(samples, grpo, LossConfig())
-    plain = [replace(each, turn_rewards=[], turn_tokens=[], num_turns=1) for each in samples]
-    for each, before in zip(plain, samples, strict=True):
-        each.num_trained_tokens = before.num_trained_tokens
+    plain = [with_grade(replace(each, turn_tokens=[], num_turns=1), turn_rewards=[]) for each in samples]
     assert (adv_B, metrics) == step_advantages(plain, grpo, LossConfig())
-    graded = [each for each in samples if each.is_graded]
-    numbers = ([getattr(each, key) for each in graded] for key in ("reward", "prompt", "num_trained_tokens"))
-    parts = {key: torch.tensor([each.rewards[key] for each in graded]) for key in "ab"}
+    graded = [each for each in samples if each.grade.is_valid]
+    numbers = zip(*((each.grade.reward, each.prompt, each.num_loss_tokens) for each in graded), strict=True)
+    parts = {key: torch.tensor([each.grade.rewards[key] for each in graded]) for key in "ab"}
     want = estimate_advantages(*map(torch.tensor, numbers), grpo, parts).tolist()
-    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.is_graded] == want
+    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.grade.is_valid] == want
 
 
 def test_turns_are_scaled_each_and_dynamic_sampling_looks_at_them():
     """unslothai/unsloth#3615. Equal sums of unequal turns are worth training."""
     scaling = RewardScalingConfig(enabled=True, source_max=2.0, target_min=-1.0)
-    group = [sample(2, 1.0, turn_rewards=rewards, num_turns=2) for rewards in ([0.0, 1.0], [3.0, -2.0])]
+    group = [sample(2, 1.0, grade=Grade(turn_rewards=rewards), num_turns=2) for rewards in ([0.0, 1.0], [3.0, -2.0])]
     shape_rewards(group, GRPOConfig(reward_scaling=scaling), 8)
-    assert [each.turn_rewards for each in group] == [[-1.0, 0.0], [1.0, -1.0]] and group[0].reward == 0
+    assert [each.grade.turn_rewards for each in group] == [[-1.0, 0.0], [1.0, -1.0]] and group[0].grade.reward == 0
     assert is_mixed(group, by_turn=True) and not is_mixed(group)
-    group = [sample(2, r, unshaped_reward=r, turn_rewards=rewards) for r, rewards in ((1.0, [1.0]), (2.0, [1.0, 1.0]))]
+    turns = ((1.0, [1.0]), (2.0, [1.0, 1.0]))
+    group = [sample(2, r, grade=Grade(unshaped_reward=r, turn_rewards=rewards)) for r, rewards in turns]
     assert is_mixed(group) and not is_mixed(group, by_turn=True)  # the second turn has no peer
 
 
@@ -441,7 +442,7 @@ def test_turns_are_scaled_each_and_dynamic_sampling_looks_at_them():
 )
 def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
     """huggingface/trl#6681: dynamic sampling and zero_variance_fraction compare as the advantages do."""
-    group = [sample(3, reward, unshaped_reward=reward) for reward in rewards]
+    group = [sample(3, reward, grade=Grade(unshaped_reward=reward)) for reward in rewards]
     adv_B, metrics = step_advantages(group, GRPOConfig(), LossConfig())
     assert any(adv_B) == (metrics["gradient/num_groups"] == 1) == is_mixed(group) == differ
     found = sample_metrics(group, group)
@@ -452,7 +453,7 @@ def test_rewards_that_differ_by_rounding_are_equal(rewards, differ):
 def test_which_group_makes_the_gradient(token_level):
     groups = [(0, [1.0, 0]), (1, [0, 1.0]), (2, [1.0, 1])]
     samples = [sample(10 if prompt else 2, reward, prompt) for prompt, rewards in groups for reward in rewards]
-    samples[0].num_trained_tokens = 0
+    samples[0].is_filtered = True
     _, found = step_advantages(samples, GRPOConfig(), LossConfig(token_level_loss=token_level))
     assert found["gradient/num_groups"] == 2 and found["advantage_abs_max"] == 1
     assert found["gradient/largest_group_share"] == pytest.approx(20 / 22 if token_level else 2 / 3)
@@ -466,7 +467,7 @@ OVERLONG = {"enabled": True, "overlong_buffer_length": 4, "overlong_buffer_penal
 def shaped(samples, max_new_tokens=99, scaling=None, **shaping):
     grpo = GRPOConfig(reward_scaling=scaling or RewardScalingConfig(), reward_shaping=RewardShapingConfig(**shaping))
     shape_rewards(samples, grpo, max_new_tokens)
-    return [s.reward for s in samples]
+    return [s.grade.reward for s in samples]
 
 
 GOLDEN = {16: 1, 17: 0.75, 18: 0.5, 20: 0, 24: -1}  # from NeMo RL's code
@@ -496,7 +497,7 @@ def test_the_limit_of_a_conversation_is_of_all_its_turns(turns, tokens, lost):
     grpo = GRPOConfig(max_rollout_turns=turns, reward_shaping=RewardShapingConfig(enabled=True))
     conversation = sample(tokens, num_turns=turns)
     shape_rewards([conversation], grpo, 512)
-    assert conversation.reward == 1 - lost
+    assert conversation.grade.reward == 1 - lost
 
 
 def test_stop_properly_takes_the_place_of_the_penalty():
@@ -513,19 +514,19 @@ def test_scaling_by_hand():
 def test_scale_comes_first_and_its_result_is_kept():
     """Reward 1 becomes 5, less the penalty .5: 4.5. The other order would scale .5 to 4."""
     scaling = RewardScalingConfig(enabled=True, target_min=3, target_max=5)
-    graded = sample(18, rewards={"format": 0.5, "answer": 7})
+    graded = sample(18, grade=Grade(rewards={"format": 0.5, "answer": 7}))
     assert shaped([graded], scaling=scaling, **OVERLONG) == [4.5]
-    assert (graded.unshaped_reward, graded.rewards) == (5, {"format": 4, "answer": 5})
+    assert (graded.grade.unshaped_reward, graded.grade.rewards) == (5, {"format": 4, "answer": 5})
 
 
 def test_disabled_is_nothing():
-    samples = [sample(30, 7.0, finish_reason="length", rewards={"a": 9})]
+    samples = [sample(30, 7.0, finish_reason="length", grade=Grade(rewards={"a": 9}))]
     assert shaped(samples, **OVERLONG | {"enabled": False}, stop_properly_penalty_coef=0.5) == [7]
-    assert samples[0].unshaped_reward == 7 and samples[0].rewards == {"a": 9}
+    assert samples[0].grade.unshaped_reward == 7 and samples[0].grade.rewards == {"a": 9}
 
 
 def test_overlong_filtering_masks_and_keeps_the_reward():
     samples = [sample(8), sample(8, finish_reason="length"), sample(8)]
     assert filter_overlong(samples) == 1
-    assert [s.num_trained_tokens for s in samples] == [8, 0, 8]
-    assert [s.reward for s in samples] == [1, 1, 1] and samples[1].num_gen_tokens == 8
+    assert [s.num_loss_tokens for s in samples] == [8, 0, 8]
+    assert [s.grade.reward for s in samples] == [1, 1, 1] and samples[1].num_gen_tokens == 8

@@ -11,8 +11,7 @@ from samples import groups_that_share_prompts
 
 import attention
 from attention import GatherRows, PackLayout, packed_attention
-from batch import to_device
-from data import assign_to_ranks, pack_samples
+from pack import assign_to_ranks, pack_samples, to_device
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 import attention
 import grpo
 from attention import PackLayout, uses_flash_attention
-from batch import finish_minibatches, make_minibatches
 from gap import Gap
 from kernels import LossPath, choose_backend, linear_logp, softmax
 from metrics import accumulate
 from model import Decoder
 from optim import build_optimizer, clip_grad_norm, judge_step
+from pack import finish_minibatches, make_minibatches
 from support.inputs.model_config import ModelConfig
 from support.run import start
 

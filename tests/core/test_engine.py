@@ -8,13 +8,13 @@ from loop import CPU, make_run, train
 from samples import of_version, sample
 
 import config
-import data
 import envs
-from batch import to_device
 from engine import SamplingOptions, check_versions
 from gap import check_canary
 from kernels import SamplingFilter
 from model import load_policy
+from pack import pack_samples, to_device
+from records import Problem, groups_of
 from rollout import Sampler, sample_seed
 from support.hf.weights import full_tensors
 from support.inputs.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def draw(engine, tokenizer, ranks, num_prompts, num_samples, options):
     """Samples from prompts of several lengths, graded by the arithmetic environment (all wrong: random weights)."""
     texts = [f"{i}+{7 * i}" * (1 + i % 4) for i in range(num_prompts)]
     rows = [
-        data.Problem(
+        Problem(
             i, [{"role": "user", "content": text}], "1", "exact", tokenizer.render([{"role": "user", "content": text}])
         )
         for i, text in enumerate(texts)
@@ -74,7 +74,7 @@ def samples_of(engine, tokenizer, one_rank):
 def gaps(policy, samples):
     """|sampler - trainer| of every sampled token, through the packs that training uses."""
     gap = []
-    for pack in data.pack_samples(data.groups_of(samples), 2048):
+    for pack in pack_samples(groups_of(samples), 2048):
         micro = to_device(pack, CPU)
         with torch.no_grad():
             logp_R, _ = policy(*micro.model_inputs)

@@ -17,9 +17,9 @@ import config
 import engine as engine_module
 import envs
 import grpo
-from data import Problem
 from engine import SamplingOptions, sync_weights
 from model import load_policy
+from records import Problem
 from rollout import Sampler
 from support.check.memory_plan import Plan
 from support.inputs.model_config import read_model_config
@@ -124,7 +124,7 @@ def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_
     for _ in range(2):  # again with the weights that came back: no sync is needed
         calls.clear()
         samples = sampler.sample(rows, 3, OPTIONS, (0,))
-        assert [s.reward for s in samples] == [0.5] * 6 and {s.weight_version for s in samples} == {3}
+        assert [s.grade.reward for s in samples] == [0.5] * 6 and {s.weight_version for s in samples} == {3}
         asleep = [("synchronize",), ("sleep", 1), ("score", 6), ("wake", "weights"), ("wake", "kv_cache")]
         assert calls == [("generate",), *asleep]
     engine.sleep()  # the loop's, after the samples
@@ -159,7 +159,7 @@ def test_a_reward_model_scores_beside_what_is_carried(awake, one_rank):
     half = {"score_conversations": lambda conversations: [0.5] * len(conversations)}
     sampler = Sampler(engine, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], **half)
     rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
-    assert {s.reward for s in sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))} == {0.5}
+    assert {s.grade.reward for s in sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))} == {0.5}
     asleep = [("synchronize",), ("sleep", 1, "keep"), ("wake", "weights"), ("wake", "kv_cache")]
     assert calls == [("reset cache", True), ("generate",), *asleep]
     assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in engine.wait(request_ids))

@@ -8,10 +8,10 @@ from ranks import ranks
 from tiny import make_tiny
 
 import config
-import data
-from batch import to_device
 from engine import Engine, SamplingOptions
 from model import load_policy
+from pack import pack_samples, to_device
+from records import Sample
 from support.hf.weights import full_tensors
 from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import start_process_group
@@ -24,7 +24,7 @@ def gap(engine, policy):
     worst = 0.0
     for ids, completion in zip(prompts, done, strict=True):
         said = (completion.ids, completion.logps, completion.ids >= 0, "stop", completion.versions)
-        (pack,) = data.pack_samples([[data.Sample(0, 0, 0, ids, *said, reward=0.0)]], 64)
+        (pack,) = pack_samples([[Sample(0, 0, 0, ids, *said)]], 64)
         with torch.no_grad():
             logp_R, _ = policy(*to_device(pack, torch.device("cpu")).model_inputs)
         worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())

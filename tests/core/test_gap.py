@@ -11,8 +11,8 @@ from loop import CPU
 from loss_cases import golden_batch, reduced
 
 import config
-from batch import make_minibatches
 from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens
+from pack import make_minibatches
 from support.system.ranks import Ranks
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))

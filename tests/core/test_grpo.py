@@ -11,12 +11,12 @@ from dist_case import make_samples, settings
 from loop import CPU, make_run, train, train_once, weights
 from samples import of_version
 
-import batch
 import config
 import grpo
 from attention import PackLayout
 from kernels import SamplingFilter
 from model import Reference, load_policy
+from pack import make_minibatches
 from support.inputs.tokenizer import Tokenizer
 from support.run.start import loss_path_of
 from support.system.exits import StopRun
@@ -41,14 +41,14 @@ def step(policy):
     """(samples, advantages), with rewards."""
     samples, adv_B = make_samples(policy.vocab_limit)
     for sample, adv in zip(samples, adv_B, strict=True):
-        sample.reward = float(adv > 0.3)
+        sample.grade.reward = float(adv > 0.3)
     return samples, adv_B
 
 
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
     policy.loss_path = loss_path_of(cfg)
-    minibatches = batch.make_minibatches(*step, cfg, ranks, CPU)
+    minibatches = make_minibatches(*step, cfg, ranks, CPU)
     grpo.compute_logprobs(policy, reference, minibatches, cfg, 1)
     return minibatches
 
@@ -237,15 +237,15 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
     samples, adv_B = step
     for i in (0, 7, 19):
         samples[i].mask = np.zeros_like(samples[i].mask)
-        samples[i].num_trained_tokens = 0  # what overlong_filtering does
+        samples[i].is_filtered = True  # what overlong_filtering does
     metrics, expected = train_once(policy, *step, settings(), ranks)
     num_tokens = sum(int(s.mask.sum()) for s in samples)
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
     # The same three dropped because sampler and trainer disagree on them.
     samples, adv_B = make_samples(policy.vocab_limit)
     for i, sample in enumerate(samples):
-        sample.reward = float(adv_B[i] > 0.3)
-        (minibatch,) = batch.make_minibatches([sample], [0.0], settings(), ranks, CPU)
+        sample.grade.reward = float(adv_B[i] > 0.3)
+        (minibatch,) = make_minibatches([sample], [0.0], settings(), ranks, CPU)
         with torch.no_grad():
             logp_R = policy(*minibatch.micros[0].model_inputs)[0].numpy()
         sample.sampler_logps[sample.mask] = logp_R - (3.0 if i in (0, 7, 19) else 0.01)

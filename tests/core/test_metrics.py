@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import ranks
-from samples import sample
+from samples import sample, with_grade
 
 from metrics import accumulate, reduce_over_ranks, sample_metrics
 from support.system.ranks import start_process_group
@@ -115,7 +115,7 @@ def test_numbers_of_a_step_by_hand():
 def test_each_part_of_a_reward_is_a_metric_of_its_environment():
     """TRL#5352, NeMo-RL#2681. Of samples that could be graded; of a part that only some have, of those."""
     parts = [{"a": 1.0, "b": 0.0}, {"a": 3.0}, {"b": 2.0}, {"b": 0.0}, {"b": 4.0}, {}, {}, {"b": 9.0, "c": 1.0}]
-    samples = [replace(s, rewards=rewards) for s, rewards in zip(SAMPLES, parts, strict=True)]
+    samples = [with_grade(s, rewards=rewards) for s, rewards in zip(SAMPLES, parts, strict=True)]
     found = {k: x for k, x in sample_metrics(samples, samples).items() if k not in sample_metrics(SAMPLES, SAMPLES)}
     prefix = "reward_part_by_env"
     assert found == pytest.approx(
@@ -137,11 +137,13 @@ def test_how_long_engines_wait_for_the_busiest_one():
 
 def test_groups_by_the_reward_that_matters():
     """Shaping makes all groups unequal: the shaped reward trains, how hard a prompt is says the unshaped one."""
-    samples = [replace(s, reward=s.reward - 0.01 * i, mask=s.mask & False) for i, s in enumerate(SAMPLES)]
+    samples = [
+        with_grade(replace(s, mask=s.mask & False), reward=s.grade.reward - 0.01 * i) for i, s in enumerate(SAMPLES)
+    ]
     found = sample_metrics(samples, samples[:2])
     assert found["zero_variance_fraction"] == 0.25, "of the last group one was graded: nothing to compare it with"
     assert found["unshaped_zero_variance_fraction"] == 0.75
     assert (found["unshaped_reward"], found["total_gen_tokens"]) == (0.5, 22)  # masks say what is trained, not more
     assert found["reward"] == pytest.approx(0.5 - 0.035) and found["filtered_reward"] == pytest.approx(0.995)
-    samples[3].reward = NAN
+    samples[3].grade.reward = NAN
     assert math.isnan(sample_metrics(samples, samples[:2])["reward"])

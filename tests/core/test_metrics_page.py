@@ -12,7 +12,7 @@ import torch
 from loss_cases import hard_batch
 from metrics_page import formulas, matches, rows, undocumented
 from one_process import run_in_this_process
-from samples import answers, sample
+from samples import answers, sample, with_grade
 from small_run import ROOT, arguments, write_rows
 
 import grpo
@@ -81,7 +81,7 @@ def keys_of_other_machines():
 def test_every_metric_has_a_row_and_every_row_a_metric(records):
     written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()
     several = [
-        replace(SAMPLES[0], rewards={"a": 1.0}),
+        with_grade(SAMPLES[0], rewards={"a": 1.0}),
         replace(SAMPLES[1], engine=1, is_led=True),
     ]  # parts, engines, agents
     written |= {f"train/{key}" for key in sample_metrics(several, several)}
@@ -103,7 +103,7 @@ SAMPLES = [
     sample(2, 0.25, "timeout", 3),
 ]
 for number, each in enumerate(SAMPLES):
-    each.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
+    each.grade.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
 LOSS = LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.3)
 VALIDATED = [answers("7", "1", None, "7"), answers("7", "7", "7", "3")]
 FUNCTIONS = {name: getattr(np, name) for name in "exp log abs minimum maximum mean sum min max".split()}
@@ -136,13 +136,15 @@ def of_tokens():
 
 
 def of_samples():
-    reward, groups = (np.array([getattr(s, name) for s in SAMPLES]) for name in ("reward", "prompt"))
+    reward = np.array([s.grade.reward for s in SAMPLES])
+    groups = np.array([s.prompt for s in SAMPLES])
     advantage = np.array([0.0, 0.5, -1.0, 2.0, -0.25, 0.75])
     lengths = {"gen_tokens": "num_gen_tokens", "env_tokens": "num_env_tokens", "tokens": "num_tokens"}
-    fields = lengths | {"turns": "num_turns", "outcome": "outcome", "finish_reason": "finish_reason"}
+    fields = lengths | {"turns": "num_turns", "finish_reason": "finish_reason"}
     names = {name: np.array([getattr(s, field) for s in SAMPLES]) for name, field in fields.items()}
     names |= {"reward": reward, "advantage": advantage, "prompt_tokens": np.array([len(s.prompt_ids) for s in SAMPLES])}
-    names["unshaped_reward"] = np.array([s.unshaped_reward for s in SAMPLES])
+    names["outcome"] = np.array([s.grade.outcome for s in SAMPLES])
+    names["unshaped_reward"] = np.array([s.grade.unshaped_reward for s in SAMPLES])
     for name, reduce in ("min", np.min), ("max", np.max):
         names[f"{name}_G"] = lambda x, reduce=reduce: np.array([reduce(x[groups == g]) for g in np.unique(groups)])
     names["baseline"] = np.array([reward[(groups == g) & (np.arange(6) != i)].mean() for i, g in enumerate(groups)])

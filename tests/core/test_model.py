@@ -22,9 +22,8 @@ from samples import groups_that_share_prompts
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
-from batch import to_device
-from data import assign_to_ranks, pack_samples
 from model import ModelConfig, load_policy
+from pack import assign_to_ranks, pack_samples, to_device
 from support.hf.weights import full_tensors, load_weights, save_hf
 from support.system.ranks import start_process_group
 

@@ -10,8 +10,8 @@ from dist_case import settings
 from loop import train_once
 
 import config
-import data
 import envs
+import records
 from config import ConfigError
 from engine import Completion, SamplingOptions
 from envs import StepResult
@@ -75,7 +75,7 @@ def rows(tokenizer, texts, **fields):
     found = []
     for i, text in enumerate(texts):
         messages = [{"role": "user", "content": text}]
-        found.append(data.Problem(i, messages, "1", "script", tokenizer.render(messages), **fields))
+        found.append(records.Problem(i, messages, "1", "script", tokenizer.render(messages), **fields))
     return list(enumerate(found))
 
 
@@ -112,7 +112,7 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_r
     samples = converse(Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))
     assert {s.num_turns for s in samples} >= {1, 2, 3} and {s.weight_version for s in samples} == {3}
     for s in samples:
-        s.reward = 1.0
+        s.grade.reward = 1.0
     for max_tokens in (2048, 128):
         cfg = settings(policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=max_tokens)})
         metrics, gradients = train_once(policy, samples, [1.0] * len(samples), cfg, one_rank[0], step=3)
@@ -146,8 +146,8 @@ def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy,
     for s in samples:
         parts = [(ids, logps) for sampled, ids, logps in turns_of(s) if sampled]
         assert s.turn_tokens == [len(ids) for ids, _ in parts]
-        assert s.turn_rewards == [len(ids) % 5 / 4 - (turn + 1) for turn, (ids, _) in enumerate(parts)]
-        assert s.reward == sum(s.turn_rewards)
+        assert s.grade.turn_rewards == [len(ids) % 5 / 4 - (turn + 1) for turn, (ids, _) in enumerate(parts)]
+        assert s.grade.reward == sum(s.grade.turn_rewards)
     grpo_keys = {"turn_level_advantages": True, "max_rollout_turns": 3, "normalize_rewards": False}
     metrics, ours = train_once(policy, samples, None, settings(grpo=grpo_keys), one_rank[0], step=3)
     oracle = tiny[1]
@@ -160,9 +160,9 @@ def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy,
         adv_T, end = torch.zeros(len(logp_T)), 0
         for k, (sampled, part, _) in enumerate(turns_of(s)):
             peers = [o for o in samples if o is not s and o.prompt == s.prompt and o.num_turns > k // 2]
-            others = [o.turn_rewards[k // 2] for o in peers]
+            others = [o.grade.turn_rewards[k // 2] for o in peers]
             if sampled and others:
-                adv_T[end : end + len(part)] = s.turn_rewards[k // 2] - sum(others) / len(others)
+                adv_T[end : end + len(part)] = s.grade.turn_rewards[k // 2] - sum(others) / len(others)
             end += len(part)
         largest = max(largest, adv_T.abs().max().item())
         (-(adv_T * logp_T).sum() / sum(o.num_gen_tokens for o in samples)).backward()
@@ -223,9 +223,9 @@ def test_rewards_outcomes_and_reasons(converse, synced, tokenizer):
         assert whole and {s.finish_reason for s in whole} == {reason}
         for s in whole:
             assert s.num_turns == min(last + 1, max_turns)
-            assert s.reward == 0.75 * s.num_turns and s.extracted == str(s.num_turns - 1)
-            assert s.rewards == {"a": 0.25 * s.num_turns} | {f"turn {k}": 0.5 for k in range(s.num_turns)}
-            assert s.outcome == ("ok" if reason == "stop" else "wrong")
+            assert s.grade.reward == 0.75 * s.num_turns and s.grade.extracted == str(s.num_turns - 1)
+            assert s.grade.rewards == {"a": 0.25 * s.num_turns} | {f"turn {k}": 0.5 for k in range(s.num_turns)}
+            assert s.grade.outcome == ("ok" if reason == "stop" else "wrong")
         cut = [s for s in samples if s.finish_reason == "length"]
         for s in cut:  # half a reply gets no answer, whatever the environment says
             sampled, ids, _ = turns_of(s)[-1]
@@ -274,7 +274,7 @@ def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_b
 
 def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, tokenizer):
     (sample, *_), (masked, *_) = (converse(Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0))
-    assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.reward == sample.reward
+    assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.grade.reward == sample.grade.reward
     assert masked.num_env_tokens == sample.num_env_tokens and sample.mask.any() and not masked.mask.any()
 
 
@@ -306,7 +306,7 @@ def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, o
     """TRL#6966: `<think>` of the template is no part of the reply, and a reward for form wants it."""
     plain = Tokenizer(tokenizer.file.parent, template=None)
     messages = [{"role": "user", "content": f"What is 1+1?{end}"}]
-    problem = data.Problem(0, messages, "2", "script", plain.render(messages))
+    problem = records.Problem(0, messages, "2", "script", plain.render(messages))
     reply = "1+1\n</think>\n<answer>2</answer>"
     ids = np.array(tokenizer.backend.encode(reply).ids, np.int32)
     completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", np.full(len(ids), 3))
@@ -346,6 +346,6 @@ def test_too_many_errors_end_the_run(converse, tokenizer):
     def run(bound):
         return converse(Fails(0), rows(tokenizer, ["1"]), max_new_tokens=4, max_turns=1, max_error_fraction=bound)
 
-    assert [s.outcome for s in run(0.25)].count("error") == 1
+    assert [s.grade.outcome for s in run(0.25)].count("error") == 1
     with pytest.raises(StopRun, match=r"1 of 4 answers could not be graded \({'script': 1}\), more than env"):
         run(0.2)

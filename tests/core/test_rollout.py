@@ -13,13 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTokenizer
+from samples import with_grade
 
 import envs
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
-from data import Problem, Sample
 from engine import Completion, SamplingOptions
 from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
+from records import Grade, Problem, Sample
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
 from support.graders.environments import PoolEnvironment, make_environment
 from support.inputs.mixing import Mixture, epoch_order
@@ -49,7 +50,8 @@ class StubSampler:
         length, reward = self.lengths[i % len(self.lengths)], float(self.rewards_of(row.row_id)[i])
         ids, logps, mask = np.full(length, prompt, np.int32), np.zeros(length, np.float32), np.ones(length, bool)
         reason, outcome = "length" if length == 8 else "stop", "ok" if reward > 0 else "wrong"
-        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0 * ids + self.version, reward, outcome)
+        grade = Grade(reward, outcome)
+        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0 * ids + self.version, grade)
 
 
 def config_of(num_prompts=4, *, shuffle=False, **grpo):
@@ -91,7 +93,7 @@ def test_groups_are_kept_whole_until_the_step_is_full():
     assert [pair for batch in sampler.calls for pair in batch] == [(i, 7 + i) for i in range(12)]  # no seed twice
     assert rows_of(samples) == [8, 11, 14, 17]
     assert [(s.prompt, s.index) for s in samples] == [(p, i) for p in range(4) for i in range(SIZE)]
-    assert [s.reward for s in samples] == [0, 0, 1, 0] * 4  # the lone right one with its peers
+    assert [s.grade.reward for s in samples] == [0, 0, 1, 0] * 4  # the lone right one with its peers
     assert metrics["dynamic_sampling_num_gen_batches"] == 3
     assert metrics["dynamic_sampling_num_discarded_valid_samples"] == 0
     assert metrics["reward"] == pytest.approx((4 * 1 + 4 * 0.25) / 12) and metrics["filtered_reward"] == 0.25
@@ -121,8 +123,8 @@ def test_lengths_alone_do_not_make_a_group_worth_keeping():
     cfg = config_of(2, use_dynamic_sampling=True, reward_shaping=shaping)
     samples, drawn, metrics = collect(cfg, ROWS, 0, StubSampler(by_remainder, lengths=(3, 6, 4, 8)))
     assert rows_of(samples) == [2, 5] and drawn == 6
-    assert [s.reward for s in samples[:SIZE]] == [0, -0.5, 1, -1]
-    assert [s.unshaped_reward for s in samples[:SIZE]] == [0, 0, 1, 0]
+    assert [s.grade.reward for s in samples[:SIZE]] == [0, -0.5, 1, -1]
+    assert [s.grade.unshaped_reward for s in samples[:SIZE]] == [0, 0, 1, 0]
     assert metrics["zero_variance_fraction"] == 0
     assert metrics["unshaped_zero_variance_fraction"] == pytest.approx(2 / 3)
 
@@ -132,14 +134,16 @@ def test_shaping_cannot_hide_a_mixed_group_either():
     shaping = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.0)
     cfg = config_of(1, use_dynamic_sampling=True, reward_shaping=shaping)
     samples, _, metrics = collect(cfg, ROWS, 2, StubSampler(by_remainder, lengths=(8,)))
-    assert rows_of(samples) == [2] and {s.reward for s in samples} == {0} and metrics["zero_variance_fraction"] == 1
+    assert (
+        rows_of(samples) == [2] and {s.grade.reward for s in samples} == {0} and metrics["zero_variance_fraction"] == 1
+    )
 
 
 def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     samples, _, metrics = collect(
         config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8))
     )
-    assert [s.num_trained_tokens for s in samples] == [3, 0, 3, 0] and [s.reward for s in samples] == [0, 0, 1, 0]
+    assert [s.num_loss_tokens for s in samples] == [3, 0, 3, 0] and [s.grade.reward for s in samples] == [0, 0, 1, 0]
     assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
     assert metrics["mean_gen_tokens_per_sample"] == 5.5
     samples, _, metrics = collect(config_of(1), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8)))
@@ -151,18 +155,20 @@ class Ungraded(StubSampler):
 
     def one(self, *args):
         sample = super().one(*args)
-        sample.outcome = "error" if sample.index == 2 else sample.outcome
+        sample.grade.outcome = "error" if sample.index == 2 else sample.grade.outcome
         return sample
 
 
 def test_what_could_not_be_graded_is_not_trained(monkeypatch):
     """NeMo-RL#431. What the policy did is trained: a timeout of its program, a reply that is no answer."""
     samples, _, metrics = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
-    assert [s.num_trained_tokens for s in samples] == [3, 3, 0, 3] * 2 and metrics["outcome/error"] == 0.25
+    assert [s.num_loss_tokens for s in samples] == [3, 3, 0, 3] * 2 and metrics["outcome/error"] == 0.25
     for outcome in ("timeout", "parse_fail", "wrong"):
-        monkeypatch.setattr(Ungraded, "one", lambda self, *a, o=outcome: replace(StubSampler.one(self, *a), outcome=o))
+        monkeypatch.setattr(
+            Ungraded, "one", lambda self, *a, o=outcome: with_grade(StubSampler.one(self, *a), outcome=o)
+        )
         samples, _, _ = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
-        assert [s.num_trained_tokens for s in samples] == [3] * 8
+        assert [s.num_loss_tokens for s in samples] == [3] * 8
 
 
 def test_what_could_not_be_graded_mixes_no_group():
@@ -193,7 +199,7 @@ def test_a_step_of_truncated_samples_alone_is_skipped_and_counted(dynamic):
         config_of(1, overlong_filtering=True, use_dynamic_sampling=dynamic), ROWS, 2, sampler
     )
     assert rows_of(samples) == ([8] if dynamic else [6]) and [s.prompt for s in samples] == [0] * SIZE
-    assert all(s.num_trained_tokens for s in samples) and drawn == len(sampler.calls) == (7 if dynamic else 5)
+    assert all(s.num_loss_tokens for s in samples) and drawn == len(sampler.calls) == (7 if dynamic else 5)
     assert metrics["num_skipped_samples"] == (2 if dynamic else 4) * SIZE and metrics["num_overlong_filtered"] == 0
     indices = [index for call in sampler.calls for index, _ in call]
     assert indices == list(range(drawn)), "no two samples of a step share a seed"
@@ -218,7 +224,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
             return sample
 
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
-    assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    assert [s.num_loss_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
     with pytest.raises(StopRun, match="all rows have loss_multiplier=0"):
         collect(config_of(2), ROWS[:2], 0, Masked(by_remainder))
 
@@ -353,7 +359,7 @@ def test_a_reward_that_compares_samples_sees_whole_groups_on_any_number_of_engin
             sampler._converse(conversations)
             samples += [each.sample for each in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
-        found.append([(s.prompt, s.index, s.reward) for s in samples])
+        found.append([(s.prompt, s.index, s.grade.reward) for s in samples])
     assert found[0] == found[1] == found[2] and len({reward for *_, reward in found[0]}) > 2
 
 
@@ -388,7 +394,7 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
     where = rf"env_name 'bad' raised ZeroDivisionError: of mine \({__file__}:{line}\)"
     if bound == 1.0:
         samples = sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
-        assert [s.outcome == "error" for s in samples] == [name == "bad" for name in names for _ in range(2)]
+        assert [s.grade.outcome == "error" for s in samples] == [name == "bad" for name in names for _ in range(2)]
     else:
         with pytest.raises(StopRun, match=rf"6 of 10 answers .*{{'bad': 6}}.*=0.5: {where}$"):
             sampler.sample(prompts, 2, SamplingOptions(1.0, 8), (3, 1))
@@ -408,7 +414,7 @@ def test_the_samples_are_the_same_however_they_are_dealt():
             sampler._converse(conversations)
             samples += [each.sample for each in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
-        drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.reward) for s in samples])
+        drawn.append([(s.prompt, s.index, s.prompt_ids, s.output_ids.tobytes(), s.grade.reward) for s in samples])
     assert all(samples == drawn[0] for samples in drawn)
     assert len({ids for *_, ids, _ in drawn[0]}) == 2
 
@@ -532,7 +538,7 @@ def test_nothing_waits_for_another_conversation(kind, tmp_path, one_rank):
     slow, quick = kind(path).start(), kind(path).start()
     sampler = Sampler(engine, Ids(), {"slow": slow, "quick": quick}, Ranks(0, 1, 0, 1), max_turns=2)
     samples = sampler.sample(rows_with(["slow", *["quick"] * 7]), 1, SamplingOptions(1.0, 99), (3, 1))
-    assert [s.num_turns for s in samples] == [2] * 8 and all(s.outcome == "ok" for s in samples)
+    assert [s.num_turns for s in samples] == [2] * 8 and all(s.grade.outcome == "ok" for s in samples)
     order = engine.started
     assert order.index((1, 1)) < order.index((0, 1)) and sorted(order) == [(i, t) for i in range(8) for t in range(2)]
     assert min(engine.batches) > 0, "the engine decoded nothing while a reply could run"
@@ -562,10 +568,14 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
         turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]
         for each, result in zip(lockstep, environment.step(turns), strict=True):
             each.add_result(result, Ids(), 512, 3)
-    assert {s.num_turns for s in found[0]} == {2} and len({s.reward for s in found[0]}) > 3
+    assert {s.num_turns for s in found[0]} == {2} and len({s.grade.reward for s in found[0]}) > 3
     for samples in found:
         for s, each in zip(samples, lockstep, strict=True):
-            assert (s.prompt, s.index, s.reward) == (each.sample.prompt, each.sample.index, each.sample.reward)
+            assert (s.prompt, s.index, s.grade.reward) == (
+                each.sample.prompt,
+                each.sample.index,
+                each.sample.grade.reward,
+            )
             for name in ("output_ids", "sampler_logps", "mask", "versions"):
                 assert (getattr(s, name) == getattr(each.sample, name)).all()
     environment.close()

@@ -13,10 +13,10 @@ from hf_folders import layout_of
 import engine as engine_module
 import envs
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
-from data import Problem
 from engine import Completion, SamplingOptions, check_versions
 from metrics import age_metrics
 from model import load_policy
+from records import Problem
 from rollout import Sampler, sample_step
 from support.hf.weights import full_tensors
 from support.inputs.mixing import Mixture

@@ -10,7 +10,7 @@ import openai
 from tiny import make_tiny
 
 import config
-import data
+import records
 from engine import Engine, SamplingOptions
 from model import load_policy
 from rollout import Sampler
@@ -129,7 +129,7 @@ def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0
     for i, (name, text) in enumerate(inputs):
         messages = [{"role": "user", "content": str(text)}]
         row = text if isinstance(text, dict) else {"input": text, "seed": i, "task": i}
-        problems.append((i, data.Problem(i, messages, "5", name, case.tokenizer.render(messages), row)))
+        problems.append((i, records.Problem(i, messages, "5", name, case.tokenizer.render(messages), row)))
     sampler = Sampler(
         case.engine,
         case.tokenizer,

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import attention
 import grpo
 from attention import PackLayout
-from batch import MicroBatch, Minibatch, to_device
 from config import (
     Config,
     DataConfig,
@@ -32,11 +31,12 @@ from config import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from data import Sample, pack_samples
 from kernels import KernelBackend, LossPath, softmax
 from lora import add_adapters
 from model import Block, Decoder, rope_cos_sin, shard
 from optim import build_optimizer
+from pack import MicroBatch, Minibatch, pack_samples, to_device
+from records import Sample
 from support.check.memory_plan import CONTEXT, Plan
 from support.hf.weights import full_tensors
 from support.inputs.model_config import ModelConfig

@@ -13,8 +13,8 @@ import torch
 
 import grpo
 from config import Config
-from data import Sample
 from model import Decoder, Reference
+from records import Sample
 from rollout import StepSamples
 from support.run.log import Timers
 from support.run.start import Run, RunState, loss_path_of

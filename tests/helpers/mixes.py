@@ -3,7 +3,7 @@
 import json
 
 from config import Config, DataConfig, DatasetConfig, GRPOConfig
-from data import Problem
+from records import Problem
 from support.inputs.mixing import Mixture
 from support.inputs.scan import Dataset
 

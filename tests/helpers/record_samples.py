@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 COLUMNS = ("output_ids", "sampler_logps", "versions", "mask")
-FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns", "reward", "outcome", "prompt_ids")
+FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns", "prompt_ids")
 
 
 def record(program, file: Path) -> None:
@@ -25,6 +25,7 @@ def record(program, file: Path) -> None:
             samples = [
                 {name: getattr(s, name).tolist() for name in COLUMNS}
                 | {name: getattr(s, name) for name in FIELDS}
+                | {"reward": s.grade.reward, "outcome": s.grade.outcome}
                 | {"trained": trained}
                 for s, trained in zip(generated, is_trained, strict=True)
             ]

@@ -4,18 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from data import Sample
+from records import Grade, Sample
 
 
 def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0, num_turns=1):
     mask = np.arange(length) >= unsampled
     ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
+    grade = Grade(reward, outcome, unshaped_reward=reward)
     prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
-    found = Sample(
-        prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, np.full(length, 7), reward, outcome, reward
-    )
+    found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, np.full(length, 7), grade)
     dataset = "" if prompt else "a"
     return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset=dataset)
+
+
+def with_grade(sample, **fields):
+    """A copy of the sample with these fields in its grade."""
+    return replace(sample, grade=replace(sample.grade, **fields))
 
 
 def of_version(sample, version):
@@ -28,9 +32,9 @@ def answers(*given, right="7"):
     samples = []
     for i, answer in enumerate(given):
         outcome = "parse_fail" if answer is None else "ok" if answer == right else "wrong"
+        grade = Grade(float(outcome == "ok"), outcome, extracted=answer)
         ids, logps = np.zeros(2 + i, np.int32), np.zeros(2 + i, np.float32)
-        samples.append(Sample(0, i, 0, [1], ids, logps, ids == 0, "stop", 0 * ids, float(outcome == "ok"), outcome))
-        samples[-1].extracted = answer
+        samples.append(Sample(0, i, 0, [1], ids, logps, ids == 0, "stop", 0 * ids, grade))
     return samples
 
 

@@ -21,10 +21,9 @@ from safetensors.torch import load_file
 from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
-import data
-from batch import to_device
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from model import Reference, load_policy
+from pack import pack_samples, to_device
 from support.inputs.resume import committed
 from support.run import checkpoint
 from support.run.folder import open_run_folder
@@ -46,7 +45,7 @@ def fresh(folder, device, mesh, lora=None):
 def train_step(model, optimizer, seed, place):
     """One optimizer step on this rank's own pack, which differs from step to step."""
     samples, adv_B = make_samples(200)
-    (pack, *_) = data.pack_samples(alone(samples, adv_B)[seed + place.rank :], 60)
+    (pack, *_) = pack_samples(alone(samples, adv_B)[seed + place.rank :], 60)
     micro = to_device(pack, torch.device("cpu"))
     logp_R, _ = model(*micro.model_inputs)
     (logp_R * micro.adv_R).sum().backward()

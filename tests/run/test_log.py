@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from samples import sample
+from samples import sample, with_grade
 
 import config
 from support.inputs.tokenizer import Tokenizer
@@ -105,7 +105,8 @@ def test_samples_file_and_console(tmp_path, capsys):
     log = open_log(tmp_path)
     parts = {"correctness": 0.0, "format": 1.0}
     samples = [replace(SAMPLES[1], expected="7")]
-    samples.append(replace(SAMPLES[2], advantage=-0.5, expected="9" * 3000, rewards=parts))
+    longest = replace(SAMPLES[2], advantage=-0.5, expected="9" * 3000)
+    samples.append(with_grade(longest, rewards=parts))
     log.samples(3, "a/greedy", samples, Tokenizer(STARTER))
     log.samples(3, "train", [], Tokenizer(STARTER))
     first = dict(step=3, kind="a/greedy", row_id=40, index=0, prompt="2", reply="111<|end|>", reward=1.0, outcome="ok")
@@ -121,7 +122,10 @@ def test_samples_are_strict_json_whatever_a_row_brings(tmp_path):
     """Validation does not shape: NaN. A row's id may be NaN, or half of a surrogate pair."""
     log = open_log(tmp_path)
     parts = {"a": NAN, "b": -INF, "c": 0.5}
-    hostile = [replace(SAMPLES[0], unshaped_reward=NAN, row_id=row_id, rewards=parts) for row_id in ("a\ud800b", NAN)]
+    hostile = [
+        with_grade(replace(SAMPLES[0], row_id=row_id), unshaped_reward=NAN, rewards=parts)
+        for row_id in ("a\ud800b", NAN)
+    ]
     log.samples(0, "validation/greedy", hostile, Tokenizer(STARTER))
     first, second = records(tmp_path, "samples.jsonl")
     assert first["unshaped_reward"] is second["unshaped_reward"] is second["row_id"] is None

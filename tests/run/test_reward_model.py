@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import envs
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
-from data import Problem
 from model import load_policy
+from records import Problem
 from support.check.preflight import read_reward_model
 from support.graders.reward_function import RewardFunction
 from support.hf.weights import full_tensors
@@ -161,11 +161,11 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
         if s.env_name == "reward_model":
             scored.append([*rows[s.prompt].messages, {"role": "assistant", "content": reply}])
             (score,) = reward_model.score(scored[-1:])
-            assert (score is None) == (s.prompt == 3) and (s.outcome == "error") == (score is None)
-            assert abs(s.reward - (score or 0.0)) <= 1e-5
+            assert (score is None) == (s.prompt == 3) and (s.grade.outcome == "error") == (score is None)
+            assert abs(s.grade.reward - (score or 0.0)) <= 1e-5
         else:
-            assert s.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
-    assert seen == scored and len({s.reward for s in samples if s.prompt == 6}) == 3
+            assert s.grade.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
+    assert seen == scored and len({s.grade.reward for s in samples if s.prompt == 6}) == 3
     with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
         strict = replace(sampler, max_error_fraction=0.1)
         strict.sample(list(enumerate(rows)), 3, options, (0,))

@@ -13,10 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 import grpo
 from attention import PackLayout
-from batch import MicroBatch, Minibatch, finish_minibatches, make_minibatches
-from data import Pack
 from lora import LoRALinear, add_adapters
 from model import Decoder
+from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
 from support.inputs.model_config import ModelConfig
 from support.run.speed import performance_metrics, train_flops
 from support.run.start import loss_path_of

@@ -13,8 +13,8 @@ from samples import answers
 
 import config
 import envs
-from data import Problem
 from engine import SamplingOptions
+from records import Problem
 from rollout import Sampler
 from support.check.preflight import RunInputs
 from support.inputs.scan import Dataset
@@ -60,7 +60,7 @@ def test_majority(given, expected):
 
 def test_majority_of_an_answer_graded_both_ways_is_its_share():
     samples = answers("7", "7", "5")
-    samples[1].outcome = "wrong"
+    samples[1].grade.outcome = "wrong"
     assert majority(samples) == 0.5
 
 

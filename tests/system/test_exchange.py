@@ -25,16 +25,16 @@ import envs
 import grpo
 import replay
 from advantages import step_advantages
-from batch import make_minibatches
-from data import Problem, Sample, groups_of, pack_samples
 from engine import Completion, check_versions
 from metrics import sample_metrics
+from pack import make_minibatches, pack_samples
+from records import Problem, Sample, groups_of
 from rollout import Sampler, sample_step
 from support.inputs.mixing import Mixture
 from support.inputs.scan import Dataset
 from support.run import steps as steps_module
 from support.run.validation import summarize
-from support.system.exchange import move_tokens
+from support.system.exchange import held_here, move_tokens
 from support.system.ranks import gather, start_process_group
 
 CPU = torch.device("cpu")
@@ -171,9 +171,9 @@ def hashes_of(minibatches):
     return hashes
 
 
-def pickled(samples, rank):
+def pickled(samples):
     """The same samples with all tokens on all ranks, as objects, and numbers counted from the tokens."""
-    here = [replace(s, holder=None, num_output_tokens=0, num_trained_tokens=0) for s in samples if s.holder == rank]
+    here = [replace(s, holder=None, num_output_tokens=0, num_trained_tokens=0) for s in held_here(samples)]
     return sorted((sample for share in gather(here) for sample in share), key=lambda s: (s.prompt, s.index))
 
 
@@ -181,8 +181,7 @@ def answer_of(trained, generated, cfg, ranks):
     check_versions(trained, STEP - 1, 3)
     adv_B, metrics = step_advantages(trained, cfg.grpo, cfg.loss_fn)
     minibatches = make_minibatches(trained, adv_B, cfg, ranks, CPU)
-    move_tokens([trained[: cfg.logger.num_samples_to_log]])  # as run.steps.end_step does for the log
-    names = "prompt_ids row_id index reward unshaped_reward outcome finish_reason weight_version num_tokens".split()
+    names = "prompt_ids row_id index grade finish_reason weight_version num_tokens".split()
     shown = trained[: cfg.logger.num_samples_to_log] if ranks.rank == 0 else []
     return {
         "packs": hashes_of(minibatches),
@@ -198,10 +197,10 @@ def run_case(ranks, cfg, num_turns, spread):
     mixture = Mixture([Dataset("rows.jsonl", problems(), "", "rows")], cfg)
     with Collectives() as collectives, mock.patch("rollout.check_versions"):  # `answer_of` allows more ages
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
-        trained, generated = (pickled(samples, ranks.rank) for samples in (step.trained, step.generated))
+        trained, generated = (pickled(samples) for samples in (step.trained, step.generated))
         for sample in trained:
             is_cut = cfg.grpo.overlong_filtering and sample.finish_reason == "length"
-            sample.num_trained_tokens *= sample.is_graded and not is_cut
+            sample.is_filtered = is_cut or not sample.grade.is_valid
         del collectives.seen[-2:]  # of `pickled`
         arrays = answer_of(step.trained, step.generated, cfg, ranks)
     return {"arrays": arrays, "objects": answer_of(trained, generated, cfg, ranks), "collectives": collectives.seen}
@@ -273,14 +272,14 @@ def test_all_ranks_decide_alike_on_any_number_of_ranks(runs):
 
 
 def test_the_collectives_of_a_step_do_not_depend_on_ranks_or_samples(runs):
-    """Whether to stop, the samples without tokens, the tokens."""
+    """Whether to stop, the samples without tokens, the tokens: these move once."""
     for (_, tp), its in runs.items():
         for rank in its:
             for case, answers in rank.items():
                 turns = 2 if case in ("two turns", "minibatches", "gdpo") else 1 + 2 * (case == "turn advantages")
                 verdicts = [name for name in answers["collectives"] if name == "broadcast_object_list"]
                 assert (len(verdicts) >= turns) if tp > 1 else not verdicts, case  # as results come
-                exchange = ["all_reduce", "all_gather_object", "all_to_all_single", "all_to_all_single"]
+                exchange = ["all_reduce", "all_gather_object", "all_to_all_single"]
                 assert answers["collectives"] == verdicts + exchange, case
 
 

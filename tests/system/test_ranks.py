@@ -22,12 +22,13 @@ from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, che
 from ranks import ranks
 
 import config
-import data
 import envs
 import support.system.ranks
 from config import ConfigError
 from engine import Engine, SamplingOptions
 from model import load_policy
+from pack import pack_samples
+from records import Problem
 from rollout import Sampler
 from support.check.rules import check_config
 from support.hf.weights import full_tensors, merged_weight
@@ -86,7 +87,7 @@ def carried_turns(engine, tokenizer, ranks, policies):
     """Conversations with it that go on over a weight change, beside those of the step before: their ids, the versions
     in each, and the largest gap to the log-probabilities of a token's own weights."""
     messages = [{"role": "user", "content": "1+1"}]
-    row = data.Problem(0, messages, "2", "x", tokenizer.render(messages))
+    row = Problem(0, messages, "2", "x", tokenizer.render(messages))
     engine.stop_token_ids = list(range(0, 256, 32))
     sampler = Sampler(engine, tokenizer, {"x": Disagrees(ranks.rank)}, ranks, max_turns=2)
     first = sampler.start([(0, row)], 2, SamplingOptions(0.8, 4), (0,), step=1)
@@ -108,7 +109,7 @@ def carried_turns(engine, tokenizer, ranks, policies):
         "ids": [s.output_ids.tolist() for s in samples],
         "versions": [s.versions[s.mask].tolist() for s in samples],
         "turns": [s.num_turns for s in samples],
-        "rewards": [s.reward for s in samples],
+        "rewards": [s.grade.reward for s in samples],
         "gap": gap,
     }
 
@@ -135,13 +136,13 @@ def facts_of_ranks(folder, work):
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
     shares = [[[samples[i]] for i in share] for share in rank_share]
-    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
+    with mock.patch("assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), place)
 
     adapted = adapted_policy(folder, mesh)
     adapted.temperature = 0.8
     adapted.vocab_limit = tokenizer.vocab_size
-    with mock.patch("batch.assign_to_ranks", lambda *_: shares):
+    with mock.patch("assign_to_ranks", lambda *_: shares):
         _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), place)
     lora_tensors, lora_same = lora_facts(folder, mesh)
     memory = {"lora": differences("lora", mesh)}
@@ -225,10 +226,10 @@ def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient
     samples, adv_B = step
     metrics, gradients = train_once(policy, samples, adv_B, packs_of(10_000), one_rank[0])
     metrics_many, many = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
-    packs = data.pack_samples(alone(samples[::-1], adv_B[::-1]), 40)
+    packs = pack_samples(alone(samples[::-1], adv_B[::-1]), 40)
     assert len(packs) > 5
     shuffled = [packs[i] for i in np.random.default_rng(0).permutation(len(packs))]
-    with mock.patch("batch.pack_samples", lambda *_: shuffled):
+    with mock.patch("pack_samples", lambda *_: shuffled):
         metrics_other, other = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
     for computed in (many, other, two_ranks[0]["gradients"]):
         assert relative(computed, gradients) <= 1e-6

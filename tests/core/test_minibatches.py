@@ -9,8 +9,17 @@ from dist_case import make_samples, settings
 from loop import CPU
 
 import config
-import data
-from batch import finish_minibatches, make_minibatches, needs_old_logps
+import pack as pack_module
+from pack import (
+    ROW_FIELDS,
+    MicroBatch,
+    assign_to_ranks,
+    empty_pack,
+    finish_minibatches,
+    make_minibatches,
+    needs_old_logps,
+    pack_samples,
+)
 from support.run.start import loss_path_of
 from support.system.ranks import Ranks
 
@@ -22,7 +31,7 @@ def step():
     """(samples, advantages), with rewards 0 and 1."""
     samples, adv_B = make_samples(250)
     for sample, adv in zip(samples, adv_B, strict=True):
-        sample.reward = float(adv > 0.3)
+        sample.grade.reward = float(adv > 0.3)
     return samples, adv_B
 
 
@@ -59,7 +68,7 @@ def sequences(micro):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16])
 def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
     samples, adv_B = step
-    samples[3].num_trained_tokens = 0  # filtered out
+    samples[3].is_filtered = True  # filtered out
     cfg = settings(policy=PACKS_OF_64 | {"train_global_batch_size": 8})
     of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
     for i, members in enumerate((range(8), range(8, 16), range(16, 20))):
@@ -81,24 +90,24 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
 def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_size, share_prefix, monkeypatch):
     """Against the packs of all ranks, built one rank after another and filled up to the same number: to the bit."""
     samples, adv_B = step
-    samples[3].num_trained_tokens = 0  # filtered out
+    samples[3].is_filtered = True  # filtered out
     cfg = settings(
         policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
     )
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    members = [sample for sample in samples if sample.num_trained_tokens]
-    shares = data.assign_to_ranks(members, world_size, 64, share_prefix)
-    expected = [data.pack_samples(share, 64) for share in shares]
+    members = [sample for sample in samples if not sample.is_filtered]
+    shares = assign_to_ranks(members, world_size, 64, share_prefix)
+    expected = [pack_samples(share, 64) for share in shares]
     most = max(map(len, expected))
     built = []
-    make_pack = data._pack
-    monkeypatch.setattr(data, "_pack", lambda parts: built.append(parts) or make_pack(parts))
+    make_pack = pack_module._pack
+    monkeypatch.setattr(pack_module, "_pack", lambda *args: built.append(args) or make_pack(*args))
     for number, packs in enumerate(expected):
         built.clear()
         (minibatch,) = make_minibatches(samples, adv_B, cfg, rank(number, world_size), CPU)
         assert len(built) == len(packs) and len(minibatch.micros) == most
-        for micro, pack in zip(minibatch.micros, packs + [data.empty_pack()] * (most - len(packs)), strict=True):
+        for micro, pack in zip(minibatch.micros, packs + [empty_pack()] * (most - len(packs)), strict=True):
             for field in fields(pack):
                 array, other = np.asarray(getattr(micro, field.name)), getattr(pack, field.name)
                 assert array.dtype == other.dtype and array.tobytes() == other.tobytes(), field.name
@@ -109,7 +118,7 @@ def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_s
 def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
     """Tokens of a pack: the prompts of the groups in it, each once, and the responses without their last ids."""
     samples, adv_B = step
-    samples[3].num_trained_tokens = 0  # filtered out
+    samples[3].is_filtered = True  # filtered out
     counts = {}
     for share_prefix in (False, True):
         packing = config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)
@@ -129,13 +138,13 @@ def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
             # Ranks are balanced with parts of groups: two parts of one group can meet in a pack again.
             assert computed == num_tokens or (world_size > 1 and share_prefix and computed > num_tokens)
         counts[share_prefix] = sum(minibatch.num_input_tokens for minibatch in of_ranks[0])
-    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if sample.num_trained_tokens)
+    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if not sample.is_filtered)
 
 
 def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):
     samples, adv_B = step
     for sample in samples[10:]:
-        sample.num_trained_tokens = 0
+        sample.is_filtered = True
     cfg = settings(policy={"train_global_batch_size": 10})
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
     finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
@@ -160,7 +169,7 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
         trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
         assert minibatch.num_tokens == sum(trained.values())
         assert minibatch.num_seqs == sum(count > 0 for count in trained.values())
-        positive = [s for s in part if s.reward > 0]
+        positive = [s for s in part if s.grade.reward > 0]
         assert minibatch.num_positive_tokens == sum(trained[s.index + 4 * s.prompt] for s in positive) > 0
     assert [minibatch.num_seqs for minibatch in minibatches] == [10, 9]
 
@@ -200,6 +209,11 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
         assert has_gradient == sorted(has_gradient, reverse=True) and sum(has_gradient) == micro.num_grad_rows
         for part in micro.pos_R.tensor_split([micro.num_grad_rows]):
             assert (part.diff() > 0).all(), "within each part the order is that of the pack"
+
+
+def test_all_that_belongs_to_a_row_moves_with_it():
+    """A field that `reorder` leaves behind would be another token's."""
+    assert sorted(ROW_FIELDS) == sorted(field.name for field in fields(MicroBatch) if field.name.endswith("_R"))
 
 
 def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):

@@ -5,14 +5,15 @@ from itertools import groupby, pairwise
 import numpy as np
 import pytest
 
-import data
+from pack import assign_to_ranks, empty_pack, first_fit, num_input_tokens, num_packs, pack_samples
+from records import Grade, Sample
 
 # ----------------------------------------------------------------------------------------------- samples and packs
 
 
 def sample_of(prompt, prompt_length, response_length, index=0, seed=0):
     rng = np.random.default_rng([seed, prompt, index])
-    return data.Sample(
+    return Sample(
         prompt=prompt,
         index=index,
         row_id=prompt,
@@ -22,7 +23,7 @@ def sample_of(prompt, prompt_length, response_length, index=0, seed=0):
         mask=rng.random(response_length) < 0.8,
         finish_reason="stop",
         versions=np.zeros(response_length, np.int32),
-        reward=float(rng.integers(2)),
+        grade=Grade(float(rng.integers(2))),
         advantage=float(rng.normal()),
     )
 
@@ -82,15 +83,15 @@ def test_shares_and_packs_are_those_of_the_plain_way(world_size, share_prefix):
     """Also for groups of one, for responses of one id, and where a prompt fills a pack."""
     alone = [sample_of(i, 5 + i % 7, 1 + i % 3) for i in range(40)]
     for samples in (random_groups(2), random_groups(3), alone, [sample_of(0, 80, 1, g) for g in range(3)], []):
-        shares = data.assign_to_ranks(samples, world_size, 80, share_prefix)
+        shares = assign_to_ranks(samples, world_size, 80, share_prefix)
         expected = plain_shares(samples, world_size, 80, share_prefix)
         assert [[list(map(id, part)) for part in share] for share in shares] == [
             [list(map(id, part)) for part in share] for share in expected
         ]
         for share in shares:
-            lengths = [data.num_input_tokens(part) for part in share]
-            assert data.first_fit(lengths, 80) == plain_first_fit(lengths, 80)
-            assert data.num_packs(share, 80) == len(data.pack_samples(share, 80))
+            lengths = [num_input_tokens(part) for part in share]
+            assert first_fit(lengths, 80) == plain_first_fit(lengths, 80)
+            assert num_packs(share, 80) == len(pack_samples(share, 80))
 
 
 def context(pack, row):
@@ -107,8 +108,8 @@ def context(pack, row):
 def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, share_prefix):
     samples = random_groups(1)
     samples[7].mask[:] = False  # not one token sampled: context only
-    (share,) = data.assign_to_ranks(samples, 1, max_tokens, share_prefix)
-    packs = data.pack_samples(share, max_tokens)
+    (share,) = assign_to_ranks(samples, 1, max_tokens, share_prefix)
+    packs = pack_samples(share, max_tokens)
     packed = []
     num_sequences = 0
     for pack in packs:
@@ -121,24 +122,40 @@ def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, shar
         assert (np.diff(pack.seq_R) >= 0).all()
         num_sequences += len(np.unique(pack.seq_R))
         kinds = dict.fromkeys("token_T position_T prefix_S pos_R target_R version_R seq_R".split(), np.int64)
-        kinds |= dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32) | {"cu_seqlens": np.int32}
+        kinds |= dict.fromkeys(("sampler_logp_R", "adv_R", "reward_R"), np.float32)
+        kinds |= dict.fromkeys(("cu_seqlens", "source_R"), np.int32)
         assert {name: getattr(pack, name).dtype for name in kinds} == kinds
     expected = []
     for sample in samples:
         ids = (*sample.prompt_ids, *sample.output_ids.tolist())
         for k in sample.mask.nonzero()[0]:
             before = ids[: len(sample.prompt_ids) + k]
-            values = (sample.sampler_logps[k].item(), np.float32(sample.advantage).item(), sample.reward)
+            values = (sample.sampler_logps[k].item(), np.float32(sample.advantage).item(), sample.grade.reward)
             expected.append((before, ids[len(before)], *values))
     assert sorted(packed) == sorted(expected)
     assert num_sequences == sum(sample.mask.any() for sample in samples)
-    assert sum(len(pack.token_T) for pack in packs) == sum(map(data.num_input_tokens, share))
+    assert sum(len(pack.token_T) for pack in packs) == sum(map(num_input_tokens, share))
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_a_pack_says_which_ids_of_which_samples_it_holds(share_prefix):
+    samples = random_groups(2)
+    (share,) = assign_to_ranks(samples, 1, 120, share_prefix)
+    given = [sample for part in share for sample in part]
+    ids_M = np.concatenate([sample.output_ids for sample in given])
+    logps_M = np.concatenate([sample.sampler_logps for sample in given])
+    packs = pack_samples(share, 120)
+    assert len(packs) > 2
+    for pack in packs:
+        assert (ids_M[pack.source_R] == pack.target_R).all() and (logps_M[pack.source_R] == pack.sampler_logp_R).all()
+    held = np.sort(np.concatenate([pack.source_R for pack in packs]))
+    assert (held == np.flatnonzero(np.concatenate([sample.mask for sample in given]))).all()
 
 
 def test_equal_shapes_lie_side_by_side():
     """So that the CPU attention takes them in few calls: prompts of 3 and 5 ids, responses of 4 and 2 to each."""
     groups = [[sample_of(p, size, length, g) for g, length in enumerate((4, 2, 4))] for p, size in enumerate((3, 5, 3))]
-    (pack,) = data.pack_samples(groups, 1000)
+    (pack,) = pack_samples(groups, 1000)
     lengths = np.diff(pack.cu_seqlens)
     prefix_lengths = np.where(pack.prefix_S >= 0, lengths[pack.prefix_S], 0)
     shapes = zip(lengths.tolist(), prefix_lengths.tolist(), strict=True)
@@ -148,20 +165,20 @@ def test_equal_shapes_lie_side_by_side():
 
 def test_packing_by_hand():
     """First fit, longest first; a sequence of n + 1 ids is n input tokens."""
-    packs = data.pack_samples([[sample_of(i, 1, n)] for i, n in enumerate((3, 6, 5, 2, 4))], 10)
+    packs = pack_samples([[sample_of(i, 1, n)] for i, n in enumerate((3, 6, 5, 2, 4))], 10)
     assert [np.diff(pack.cu_seqlens).tolist() for pack in packs] == [[6, 4], [5, 3, 2]]
     assert all((pack.prefix_S == -1).all() for pack in packs)
     with pytest.raises(AssertionError, match="sample of 11 tokens, packs of 10"):
-        data.pack_samples([[sample_of(0, 1, 11)]], 10)
+        pack_samples([[sample_of(0, 1, 11)]], 10)
 
 
 def test_the_samples_of_a_part_have_one_prompt():
     with pytest.raises(AssertionError, match="group 0: prompts differ"):
-        data.pack_samples([[sample_of(0, 3, 2), sample_of(0, 3, 2, seed=1)]], 10)
+        pack_samples([[sample_of(0, 3, 2), sample_of(0, 3, 2, seed=1)]], 10)
 
 
 def test_empty_pack_is_one_token_without_a_response():
-    pack = data.empty_pack()
+    pack = empty_pack()
     assert pack.token_T.shape == pack.position_T.shape == (1,) and pack.cu_seqlens.tolist() == [0, 1]
     assert pack.prefix_S.tolist() == [-1]
     assert all(len(getattr(pack, name)) == 0 for name in pack.__slots__ if name.endswith("_R"))

@@ -1,0 +1,455 @@
+"""Samples and advantages -> the minibatches of a rollout, as packs on this rank's device.
+
+A rollout of B = P * G samples is cut into minibatches of `train_global_batch_size`, one for each optimizer step (by
+default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because a pack's
+forward runs FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
+
+    make_minibatches     samples -> parts of groups -> ranks -> packs -> micro-batches on the device
+    finish_minibatches   after the log-probabilities: what is masked, which rows come first, what is counted
+
+A pack of a prompt with two responses, as in docs/walkthrough.md, which has the picture of a real one:
+
+    segment      0: the prompt    1: a response   2: another
+    token_T      5  7  2          9               8            inputs: all ids of a sequence but its last
+    position_T   0  1  2          3               3
+    prefix_S     -1               0               0
+    pos_R        2, 3 (response 1) and 2, 4 (response 2): the rows that predict the ids
+    target_R     9, 3              and 8, 6
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from heapq import heapreplace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attention import PackLayout
+from config import Config
+from kernels import LossPath
+from loss import Metrics, seq_logp_error_mask
+from records import Sample, groups_of
+from support.system.exchange import move_tokens
+from support.system.ranks import Ranks, on_device
+
+Part = list[Sample]  # sequences of a group that share a prompt in a pack; one sequence that shares none
+
+
+@dataclass(slots=True)
+class Pack:
+    """Sequences as segments back to back, without padding. A shared prompt appears once.
+
+    A segment is a whole sequence, a shared prompt, or the response to one; prefix_S is the segment that a response
+    continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
+    targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
+    row of a shared prompt predicts several. adv_R: of the token's sample, or turn; reward_R: of its sample; seq_R: the
+    number of its sequence within the pack. version_R: `Sample.versions`. source_R: the target's place among the output
+    ids of all samples that `pack_samples` was given, back to back.
+    Example: the Sample of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
+    prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
+    second one of the same prompt and output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
+    cu_seqlens [0, 3, 4, 5], prefix_S [-1, 0, 0], pos_R [2, 3, 2, 4], target_R [9, 3, 8, 6], seq_R [0, 0, 1, 1],
+    source_R [0, 1, 2, 3].
+    """
+
+    token_T: np.ndarray  # int64, as every array without a type here
+    position_T: np.ndarray
+    cu_seqlens: np.ndarray  # int32, [S + 1]: bounds of the segments
+    prefix_S: np.ndarray
+    pos_R: np.ndarray
+    target_R: np.ndarray
+    sampler_logp_R: np.ndarray  # float32, as adv_R and reward_R
+    version_R: np.ndarray
+    adv_R: np.ndarray
+    seq_R: np.ndarray
+    reward_R: np.ndarray
+    source_R: np.ndarray  # int32
+
+
+# What belongs to a response token, and moves with it when rows change their order.
+ROW_FIELDS = (
+    "pos_R target_R sampler_logp_R version_R adv_R seq_R reward_R source_R mask_R old_logp_R ref_logp_R"
+).split()
+
+
+@dataclass(slots=True)
+class MicroBatch(Pack):
+    """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
+    cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards.
+    mask_R: tokens that are trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the rest
+    serve the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
+    None where the run does not need them.
+    """
+
+    layout: PackLayout
+    mask_R: Tensor
+    num_grad_rows: int
+    old_logp_R: Tensor | None = None
+    ref_logp_R: Tensor | None = None
+
+    @property
+    def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor, Tensor]:
+        """The arguments of `model.Decoder.forward`."""
+        return self.token_T, self.position_T, self.layout, self.pos_R, self.target_R
+
+    def reorder(self, order_R: np.ndarray) -> None:
+        """Puts the rows into another order: row i is the row order_R[i] of before."""
+        index_R = on_device(order_R, self.mask_R.device)
+        for name in ROW_FIELDS:
+            value_R = getattr(self, name)
+            if value_R is not None:
+                setattr(self, name, value_R[index_R])
+
+
+@dataclass(slots=True)
+class Minibatch:
+    """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
+
+    num_input_tokens: tokens that the model computes. num_tokens: trained tokens. num_seqs: sequences with a trained
+    token. num_positive_tokens: trained tokens with a reward > 0. version: of the newest weights.
+    """
+
+    micros: list[MicroBatch]
+    num_input_tokens: int
+    num_tokens: int = 0
+    num_seqs: int = 0
+    num_positive_tokens: int = 0
+    version: int = -1
+
+
+def make_minibatches(
+    samples: Sequence[Sample], adv_B: Sequence[float | list[float]], cfg: Config, ranks: Ranks, device: torch.device
+) -> list[Minibatch]:
+    """This rank's minibatches of a rollout. A collective: the tokens move to the ranks that train on them, and those of
+    the samples that are logged to rank 0."""
+    size = cfg.policy.train_global_batch_size or len(samples)
+    max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
+    for sample, adv in zip(samples, adv_B, strict=True):
+        for sequence in sample.sequences:
+            sequence.advantage = adv
+    minibatch_shares = []  # minibatch -> rank -> its parts of groups
+    for first in range(0, len(samples), size):
+        trained = [sample for sample in samples[first : first + size] if sample.num_loss_tokens]
+        sequences = [sequence for sample in trained for sequence in sample.sequences]
+        minibatch_shares.append(assign_to_ranks(sequences, ranks.world_size, max_tokens, share_prefix))
+    needed: list[list[Sample]] = [[] for _ in range(ranks.world_size)]
+    for shares in minibatch_shares:
+        for rank, share in enumerate(shares):
+            needed[rank] += [sequence for part in share for sequence in part]
+    needed[0] += samples[: cfg.logger.num_samples_to_log]
+    move_tokens(needed)
+    minibatches = []
+    for shares in minibatch_shares:
+        packs = pack_samples(shares[ranks.rank], max_tokens)
+        most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 even without samples
+        packs += [empty_pack()] * (most_packs - len(packs))
+        num_computed = sum(num_input_tokens(part) for share in shares for part in share)
+        minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed))
+    return minibatches
+
+
+def to_device(pack: Pack, device: torch.device) -> MicroBatch:
+    """The pack as a micro-batch, of which nothing is masked yet."""
+    tensors = {}
+    for field in fields(pack):
+        if field.name not in ("cu_seqlens", "prefix_S"):
+            tensors[field.name] = on_device(getattr(pack, field.name), device)
+    return MicroBatch(
+        **tensors,
+        cu_seqlens=pack.cu_seqlens,
+        prefix_S=pack.prefix_S,
+        layout=PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device),
+        mask_R=torch.ones_like(tensors["adv_R"], dtype=torch.bool),
+        num_grad_rows=len(pack.adv_R),
+    )
+
+
+def needs_old_logps(cfg: Config) -> bool:
+    """Whether log-probabilities at the start of the step need a forward of their own.
+
+    A single optimizer step per rollout needs none: its training forward runs that same policy, so the ratio is exactly
+    1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler.
+    """
+    per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
+    policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
+    is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
+    ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
+    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None
+
+
+@torch.no_grad()
+def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
+    """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
+    disagree, puts rows with a gradient first, and counts trained tokens over all ranks. A collective. version: of the
+    newest weights. Returns the metrics of the mask, for each micro-batch."""
+    metrics: list[Metrics] = []
+    if cfg.grpo.seq_logprob_error_threshold is not None:
+        for minibatch in minibatches:
+            metrics += [mask_disagreements(micro, cfg.grpo.seq_logprob_error_threshold) for micro in minibatch.micros]
+    counts = []
+    for minibatch in minibatches:
+        micro_rows = rows_on_host(minibatch.micros)
+        for micro, rows in zip(minibatch.micros, micro_rows, strict=True):
+            order_R, micro.num_grad_rows = gradient_order(rows, path)
+            micro.reorder(order_R)
+        counts.append(count_trained(micro_rows))
+    total = torch.tensor(counts)
+    dist.all_reduce(total)
+    for minibatch, numbers in zip(minibatches, total.tolist(), strict=True):
+        minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
+        minibatch.version = version
+    return metrics
+
+
+def mask_disagreements(micro: MicroBatch, threshold: float) -> Metrics:
+    """Takes sequences out of mask_R on which sampler and trainer disagree by more than the threshold."""
+    micro.mask_R, metrics = seq_logp_error_mask(
+        micro.mask_R,
+        old_logp_R=micro.old_logp_R,
+        sampler_logp_R=micro.sampler_logp_R,
+        seq_R=micro.seq_R,
+        threshold=threshold,
+        correct_R=micro.reward_R == 1,  # after scaling and shaping
+    )
+    return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host reads of a micro-batch's rows."""
+
+    adv_R: np.ndarray
+    reward_R: np.ndarray
+    seq_R: np.ndarray
+    sampler_logp_R: np.ndarray
+    mask_R: np.ndarray
+
+
+def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
+    """Of each micro-batch. One copy for all of them: the host waits for the device once."""
+    columns = []
+    for name in HostRows.__slots__:
+        columns.append(torch.cat([getattr(micro, name) for micro in micros]).double())
+    on_host = torch.stack(columns).cpu()
+    found = []
+    for adv, reward, seq, sampler_logp, mask in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
+        found.append(HostRows(adv.numpy(), reward.numpy(), seq.numpy(), sampler_logp.numpy(), mask.numpy() != 0))
+    return found
+
+
+def gradient_order(rows: HostRows, path: LossPath) -> tuple[np.ndarray, int]:
+    """(the order in which rows with a gradient come first, how many have one). Two thirds of the output layer's work is
+    gradients. At advantage 0 there is one only from a KL, an entropy bonus or an NLL: `path` says so, from probes of
+    the loss."""
+    has_grad_R = rows.mask_R
+    if not path.zero_adv_has_grad:
+        has_grad_R = has_grad_R & (rows.adv_R != 0)
+    return np.argsort(~has_grad_R, kind="stable"), int(has_grad_R.sum())
+
+
+def count_trained(micro_rows: Sequence[HostRows]) -> list[int]:
+    """num_tokens, num_seqs and num_positive_tokens of a minibatch on this rank. A token whose sampler log-probability
+    is not finite does not count: `policy_loss` drops it."""
+    num_tokens = num_seqs = num_positive = 0
+    for rows in micro_rows:
+        trained_R = rows.mask_R & np.isfinite(rows.sampler_logp_R)
+        num_tokens += int(trained_R.sum())
+        num_seqs += len(np.unique(rows.seq_R[trained_R]))
+        num_positive += int((trained_R & (rows.reward_R > 0)).sum())
+    return [num_tokens, num_seqs, num_positive]
+
+
+# --------------------------------------------------------------------------------------------- who packs what
+
+
+def num_input_tokens(part: Part) -> int:
+    """Input tokens of a part: the prompt once, each response without its last token."""
+    return len(part[0].prompt_ids) + sum(sample.num_output_tokens - 1 for sample in part)
+
+
+def assign_to_ranks(
+    samples: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
+) -> list[list[Part]]:
+    """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
+    `max_tokens` input tokens; without `share_prefix` each sample is a part. Rows of agents may differ in their prompts.
+
+    Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
+    """
+    groups = groups_of(samples, _prompt_of)
+    part_counts = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else no samples share a prompt
+    splits = [[part for group in groups for part in _split(group, count, max_tokens)] for count in part_counts]
+    splits.append([[sample] for sample in samples])
+    shares_of_splits = [balance(split, world_size) for split in splits]
+    return min(shares_of_splits, key=_load_of_busiest)
+
+
+def _prompt_of(sample: Sample) -> tuple[int, ...]:
+    """Equal for samples that may share a prompt in a pack."""
+    if sample.is_led:
+        return (sample.prompt, *sample.prompt_ids)
+    return (sample.prompt,)
+
+
+def _load_of_busiest(shares: Sequence[Sequence[Part]]) -> int:
+    return max(sum(map(num_input_tokens, share)) for share in shares)
+
+
+def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
+    """The group in about `num_parts` equal parts of <= `max_tokens` input tokens."""
+    lengths = [sample.num_output_tokens - 1 for sample in group]
+    room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
+    return [[group[i] for i in members] for members in first_fit(lengths, room)]
+
+
+def balance(parts: Sequence[Part], world_size: int) -> list[list[Part]]:
+    """The parts of each rank: longest first to the least loaded rank, ties to the lowest."""
+    shares: list[list[Part]] = [[] for _ in range(world_size)]
+    heap = [(0, 0, rank) for rank in range(world_size)]  # (tokens, parts, rank)
+    for part in sorted(parts, key=num_input_tokens, reverse=True):
+        load, num_parts, rank = heap[0]
+        heapreplace(heap, (load + num_input_tokens(part), num_parts + 1, rank))
+        shares[rank].append(part)
+    return shares
+
+
+def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of the items in each pack of <= `max_tokens`: first-fit decreasing."""
+    packs: list[list[int]] = [[] for _ in lengths]
+    room = np.full(len(lengths), max_tokens)
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        assert lengths[i] <= max_tokens, f"sample of {lengths[i]} tokens, packs of {max_tokens}"
+        number = (room >= lengths[i]).argmax()
+        packs[number].append(i)
+        room[number] -= lengths[i]
+    return [pack for pack in packs if pack]
+
+
+def num_packs(parts: Sequence[Part], max_tokens: int) -> int:
+    """How many packs `pack_samples` makes of the parts, from their lengths only."""
+    return len(first_fit([num_input_tokens(part) for part in parts], max_tokens))
+
+
+def pack_samples(parts: Sequence[Part], max_tokens: int) -> list[Pack]:
+    """Packs of <= `max_tokens` input tokens, which no sample exceeds; the samples of a part share their prompt."""
+    source_starts = np.cumsum([0, *(sum(sample.num_output_tokens for sample in part) for part in parts)])
+    packs = first_fit([num_input_tokens(part) for part in parts], max_tokens)
+    return [_pack([parts[i] for i in members], [int(source_starts[i]) for i in members]) for members in packs]
+
+
+# --------------------------------------------------------------------------------------------- the layout of a pack
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Neighbouring rows of a pack: a whole sequence, a shared prompt, or the response to one. prefix: the number of the
+    prompt's segment, or -1. start: its first row in the pack, once the segments have their order."""
+
+    ids: np.ndarray
+    prefix: int = -1
+    first_position: int = 0
+    start: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a sample lies. head: the segment that begins with its prompt. response: a segment of its own, or None where
+    the response follows the prompt. source: the place of its first output id among those of all samples."""
+
+    sample: Sample
+    head: Segment
+    response: Segment | None
+    source: int
+
+
+def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment], list[Placed]]:
+    """The segments of a pack in their order, and where each sample lies. sources: of each part's first output id.
+
+    First whole sequences and shared prompts, longest first; then the responses to the prompts. Equal shapes are
+    neighbours, which CPU attention computes in one call.
+    """
+    heads = [(_head_of(part), part, source) for part, source in zip(parts, sources, strict=True)]
+    heads.sort(key=lambda head: -len(head[0].ids))
+    responses: list[Segment] = []
+    placed: list[Placed] = []
+    for number, (head, part, source) in enumerate(heads):
+        for sample in part:
+            response = None
+            if len(part) > 1 and sample.num_output_tokens > 1:  # a response of one id has no input
+                response = Segment(sample.output_ids[:-1].astype(np.int64), number, len(sample.prompt_ids))
+                responses.append(response)
+            placed.append(Placed(sample, head, response, source))
+            source += sample.num_output_tokens
+    responses.sort(key=lambda segment: (-segment.first_position, -len(segment.ids)))
+    segments = [head for head, _, _ in heads] + responses
+    start = 0
+    for segment in segments:
+        segment.start = start
+        start += len(segment.ids)
+    return segments, placed
+
+
+def _head_of(part: Part) -> Segment:
+    """A shared prompt, or the inputs of a sequence that shares none."""
+    prompt_ids = part[0].prompt_ids
+    for sample in part:
+        assert sample.prompt_ids == prompt_ids, f"group {sample.prompt}: prompts differ"
+        assert len(sample.output_ids) == sample.num_output_tokens, f"tokens of group {sample.prompt} are not here"
+    rest = part[0].output_ids[:-1] if len(part) == 1 else ()
+    return Segment(np.concatenate([prompt_ids, rest]).astype(np.int64))
+
+
+def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
+    segments, placed = place(parts, sources)
+    positions = [segment.first_position + np.arange(len(segment.ids)) for segment in segments]
+    columns = [_columns_of(where, number) for number, where in enumerate(placed)]
+    rows = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+    return Pack(
+        token_T=np.concatenate([segment.ids for segment in segments]),
+        position_T=np.concatenate(positions),
+        cu_seqlens=np.int32([*(segment.start for segment in segments), sum(len(segment.ids) for segment in segments)]),
+        prefix_S=np.array([segment.prefix for segment in segments]),
+        **rows,
+    )
+
+
+def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
+    """The columns of a pack for the sampled ids of its sequence `number`."""
+    sample = placed.sample
+    sampled = np.flatnonzero(sample.mask)
+    prompt_end = placed.head.start + len(sample.prompt_ids)
+    response_start = placed.response.start if placed.response else prompt_end
+    num_advs = len(sampled)
+    if isinstance(sample.advantage, list):
+        num_advs = sample.turn_tokens
+    return {
+        # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
+        "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,
+        "target_R": sample.output_ids[sampled].astype(np.int64),
+        "sampler_logp_R": sample.sampler_logps[sampled].astype(np.float32),
+        "version_R": sample.versions[sampled].astype(np.int64),
+        "adv_R": np.repeat(np.float32(sample.advantage), num_advs),
+        "seq_R": np.full(len(sampled), number),
+        "reward_R": np.full(len(sampled), sample.grade.reward, np.float32),
+        "source_R": (placed.source + sampled).astype(np.int32),
+    }
+
+
+def empty_pack() -> Pack:
+    """One token, no response token: a rank with fewer packs runs it, so that every rank joins every collective."""
+    zero, ids_R, floats_R = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
+    return Pack(
+        token_T=zero,
+        position_T=zero,
+        cu_seqlens=np.int32([0, 1]),
+        prefix_S=zero - 1,
+        pos_R=ids_R,
+        target_R=ids_R,
+        sampler_logp_R=floats_R,
+        version_R=ids_R,
+        adv_R=floats_R,
+        seq_R=ids_R,
+        reward_R=floats_R,
+        source_R=ids_R.astype(np.int32),
+    )

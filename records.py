@@ -1,0 +1,195 @@
+"""The records that travel through a step: Problem -> Sample with its Grade. Imports neither torch nor vllm.
+
+Does not own: reading rows and their order (support/inputs/), tokens of messages (support/inputs/tokenizer.py), grading
+(envs.py), generation (rollout.py), packs (pack.py).
+"""
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a dataset, ready to be sampled.
+
+    row_id: its index in its source (in a jsonl file: its line, from 0), so that logs can point at it. fields: all
+    fields of the row as read. loss_multiplier 0: sampled and scored, but not trained on. dataset: the dataset's name.
+    tools: the tool descriptions that the chat template shows the policy.
+
+    Example: row_id 6, messages [{"role": "user", "content": "37+48="}], answer "85", env_name "exact",
+    prompt_ids [256, 51, 55, 43, 52, 56, 61], fields {"input": "37+48=", "answer": "85"}, dataset "train".
+    """
+
+    row_id: int
+    messages: list[dict]
+    answer: str
+    env_name: str
+    prompt_ids: list[int]
+    fields: dict = field(default_factory=dict)
+    loss_multiplier: float = 1.0
+    dataset: str = ""
+    tools: list[dict] | None = None
+
+
+@dataclass(slots=True)
+class Grade:
+    """What the environment says of a sample, over all of its turns.
+
+    outcome: of envs.OUTCOMES, or `ungraded`. rewards: the parts of the reward, by name. extracted: the reply's answer.
+    turn_rewards: the reward of each turn. unshaped_reward: after scaling, before shaping. crashed: the agent failed,
+    and the policy may be the reason: outcome `error`, but trained, with reward 0. message: why it failed.
+
+    Example: reward 0.6, outcome "wrong", rewards {"answer": 0.5, "format": 0.1}, extracted "84", turn_rewards [0.6].
+    """
+
+    reward: float = float("nan")
+    outcome: str = "ungraded"
+    rewards: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
+    turn_rewards: list[float] = field(default_factory=list)
+    unshaped_reward: float = float("nan")
+    crashed: bool = False
+    message: str = ""
+
+    @property
+    def is_valid(self) -> bool:
+        """False where the grader failed: the reward says nothing about the sample, so nothing is learnt from it."""
+        return self.outcome != "error" or self.crashed
+
+
+class Reply(Protocol):
+    """What a sample takes of an `engine.Completion`."""
+
+    ids: np.ndarray
+    logps: np.ndarray
+    versions: np.ndarray
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sampled conversation: exactly the ids that the engine saw and produced, never decoded and encoded again.
+
+    prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
+    group. mask: False at output ids that were not sampled (observations) or are not trained on. versions: for each
+    output id, the training step that left the weights it was drawn from (an observation: of its reply). advantage: of
+    all its tokens, or of each turn (advantages.py). is_filtered: it is not trained on, whatever its mask says; its
+    reward stays in the baseline of its group. expected: the row's answer. turn_tokens: number of trained ids of each
+    turn. messages: for a reward model, else none. engine: which one drew the sample.
+
+    forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
+    of the sample, and count in num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got
+    num_calls replies.
+
+    holder: the only rank that has the tokens; None: all have them. support/system/exchange.py moves them. All ranks
+    have the numbers of tokens, which `count_tokens` sets.
+
+    Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
+    mask [True, True], finish_reason "stop", versions [12, 13], grade of reward 1.0 and outcome "ok".
+    """
+
+    prompt: int
+    index: int
+    row_id: int
+    prompt_ids: list[int]
+    output_ids: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
+    sampler_logps: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
+    mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))
+    finish_reason: str = ""
+    versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
+    grade: Grade = field(default_factory=Grade)
+    advantage: float | list[float] = float("nan")
+    is_filtered: bool = False
+    expected: str = ""
+    env_name: str = ""
+    dataset: str = ""
+    num_env_tokens: int = 0
+    num_turns: int = 1
+    turn_tokens: list[int] = field(default_factory=list)
+    messages: list[dict] = field(default_factory=list)
+    engine: int = 0
+    num_output_tokens: int = 0
+    num_trained_tokens: int = 0
+    weight_version: int = -1  # of the first token: the oldest
+    newest_version: int = -1
+    forks: list["Sample"] = field(default_factory=list)
+    is_led: bool = False
+    num_calls: int = 0
+    holder: int | None = None
+
+    def __post_init__(self) -> None:
+        self.count_tokens()
+
+    def count_tokens(self) -> None:
+        """Sets the numbers of tokens, on a rank that has the tokens."""
+        if not len(self.output_ids):
+            return
+        self.num_output_tokens = len(self.output_ids)
+        self.num_trained_tokens = int(self.mask.sum())
+        self.weight_version = int(self.versions[0])
+        self.newest_version = int(self.versions.max())
+        for fork in self.forks:
+            self.num_trained_tokens += fork.num_trained_tokens
+            self.weight_version = min(self.weight_version, fork.weight_version)
+            self.newest_version = max(self.newest_version, fork.newest_version)
+
+    def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
+        self.output_ids = np.concatenate([self.output_ids, ids])
+        self.sampler_logps = np.concatenate([self.sampler_logps, logps])
+        self.versions = np.concatenate([self.versions, versions])
+        self.mask = np.concatenate([self.mask, np.full(len(ids), is_trained)])
+        self.count_tokens()
+
+    def add_reply(self, reply: Reply, is_trained: bool) -> None:
+        """Appends the ids of a reply."""
+        self._append(reply.ids, reply.logps, reply.versions, is_trained)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Appends ids that were not sampled: log-probability 0, the version of the reply before."""
+        zeros, versions = np.zeros(len(ids), np.float32), np.repeat(self.versions[-1:], len(ids))
+        self._append(np.asarray(ids, np.int32), zeros, versions, False)
+        self.num_env_tokens += len(ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All ids so far: the prompt of the next reply."""
+        return [*self.prompt_ids, *self.output_ids.tolist()]
+
+    @property
+    def sequences(self) -> list["Sample"]:
+        """The sample and its forks: what is packed."""
+        return [self, *self.forks]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the loss trains, forks included."""
+        return 0 if self.is_filtered else self.num_trained_tokens
+
+    @property
+    def num_gen_tokens(self) -> int:
+        """Ids that the policy sampled."""
+        return self.num_output_tokens - self.num_env_tokens + sum(fork.num_gen_tokens for fork in self.forks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + self.num_output_tokens  # without forks
+
+
+def sample_seed(*key: int) -> int:
+    """A 48-bit seed from e.g. (run seed, step, prompt, sample): resuming a run does not change its samples."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
+
+
+def groups_of(
+    samples: Sequence[Sample], key: Callable[[Sample], Hashable] = attrgetter("prompt")
+) -> list[list[Sample]]:
+    """Samples by their prompt, or by `key`, in the order in which prompts first appear."""
+    groups: dict[Hashable, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(key(sample), []).append(sample)
+    return list(groups.values())
