@@ -4,6 +4,9 @@
 #   --fork   what judges numbers: without linter, pages and imports
 #   --fast   40 to 70 s on two idle cores: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
+# What only tests need (requirements/tests.txt: pytest-xdist, W&B's package) goes into the .venv that setup.sh makes and
+# nowhere else. With GRPO_VENV or GRPO_PYTHON nothing is added: without these packages one process runs, and W&B's tests
+# are skipped. To have them there: PYTHON -m pip install --no-deps -r requirements/tests.txt
 set -euo pipefail
 
 # shellcheck source=setup.sh
@@ -20,7 +23,7 @@ fi
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the program: each would compile it
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1  # tests need no network
 
-if [[ -z ${GRPO_PYTHON:-} ]] && ! cmp -s requirements/tests.txt "$venv/tests.txt"; then  # what only tests need
+if [[ -z ${GRPO_PYTHON:-}${GRPO_VENV:-} ]] && ! cmp -s requirements/tests.txt "$venv/tests.txt"; then
     pip_install -r requirements/tests.txt || failed
     cp requirements/tests.txt "$venv/tests.txt"
 fi

@@ -17,7 +17,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -28,11 +30,15 @@ from config import ConfigError
 from support.inputs.files import open_file, parse_json, read_bytes, read_records, read_text
 from support.system.disk import describe_os_error, write_whole
 
-MAX_SAMPLES, MAX_STEPS = 8000, 2000  # samples of all runs together; steps in the curves of each
-MAX_DUMPS, MAX_DUMPED = 60, 240  # dumped steps of a run, and their samples
+T = TypeVar("T")
+MAX_SAMPLES = 8000  # of all runs together
+MAX_STEPS = 2000  # in the curves of each run
+MAX_DUMPS = 60  # dumped steps of a run
+MAX_DUMPED = 240  # their samples
 MAX_TOKENS = 2000  # in colour, of such a sample
 MAX_PARTS = 24  # of rewards, with a chart each
-MAX_TEXT, MAX_PAGE = 8_000_000, 9_500_000  # characters of prompts and replies; bytes of the file
+MAX_TEXT = 8_000_000  # characters of prompts and replies
+MAX_PAGE = 9_500_000  # bytes of the file
 LIVE_SECONDS = 5.0
 METRICS_PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
@@ -48,18 +54,32 @@ def read_run(folder: Path, name: str, max_samples: int) -> dict:
     """What the report shows of a run, as `read_metrics` and `read_samples` say."""
     notes: list[str] = []
     ending = "no exit.json: still running, or killed"
-    for end in read_lines(folder / "exit.json", notes, step=0) if (folder / "exit.json").exists() else ():
-        ending = f"exit code {end.get('code')}: {end.get('reason')}"
+    if (folder / "exit.json").exists():
+        for end in read_lines(folder / "exit.json", notes, step=0):
+            ending = f"exit code {end.get('code')}: {end.get('reason')}"
     steps, series, held = read_metrics(folder / "metrics.jsonl", notes)
     if (folder / "eval.json").exists() and not steps:
         notes = ["made by eval.py: its numbers are in eval.json"]  # and not that there are no metrics
     samples, kept = read_samples(folder / "samples.jsonl", notes, max_samples)
-    dumps = sorted((folder / "rollouts").glob("step_*[0-9]"))
-    for dump in evenly(dumps, MAX_DUMPS):
-        samples += read_dump(dump, notes, MAX_DUMPED // min(len(dumps), MAX_DUMPS))
-    kept += f", and of {min(len(dumps), MAX_DUMPS)} of {len(dumps)} dumped steps" if dumps else ""
-    run = {"name": name, "ending": ending, "notes": notes, "steps": steps, "series": series, "held": held}
-    return run | {"samples": samples, "kept": kept, "about": read_about(folder, notes)}
+    for sample in samples:
+        sample.pop("tokens", None)  # those of a dump alone have numbers
+    all_dumps = sorted((folder / "rollouts").glob("step_*[0-9]"))
+    dumps = evenly(all_dumps, MAX_DUMPS)
+    for dump in dumps:
+        samples += read_dump(dump, notes, MAX_DUMPED // len(dumps))
+    if dumps:
+        kept += f", and of {len(dumps)} of {len(all_dumps)} dumped steps"
+    return {
+        "name": name,
+        "ending": ending,
+        "notes": notes,
+        "steps": steps,
+        "series": series,
+        "held": held,
+        "samples": samples,
+        "kept": kept,
+        "about": read_about(folder, notes),
+    }
 
 
 def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
@@ -67,11 +87,15 @@ def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
     about: dict[str, str] = {}
     try:
         if (folder / "config.yaml").exists():
-            about["model"] = str(yaml.safe_load(read_text(folder / "config.yaml"))["policy"]["model_name"])
-        if (folder / "provenance.json").exists():
-            part = parse_json(read_bytes(folder / "provenance.json"), folder / "provenance.json")[-1]
-            about["command"] = f"{part['command']}, {part['world_size']} ranks"
-            about["commit"] = str(part["commit"])[:10] + (f", with {part['changes']}" if part["changes"] else "")
+            config = yaml.safe_load(read_text(folder / "config.yaml"))
+            about["model"] = str(config["policy"]["model_name"])
+        provenance = folder / "provenance.json"
+        if provenance.exists():
+            newest = parse_json(read_bytes(provenance), provenance)[-1]
+            about["command"] = f"{newest['command']}, {newest['world_size']} ranks"
+            about["commit"] = str(newest["commit"])[:10]
+            if newest["changes"]:
+                about["commit"] += f", with {newest['changes']}"
     except (ConfigError, yaml.YAMLError, LookupError, TypeError) as error:
         notes.append(f"model, command, commit: cannot be read ({error!r:.200})")
     return about
@@ -83,11 +107,17 @@ def read_meanings() -> list[list[str]]:
     for line in METRICS_PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split(" | ")]
         names = re.findall(r"`((?:train|validation|timing|performance)/[^`]+)`", cells[0])
-        if names and len(cells) == 5:
-            cells = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", cell) for cell in cells]
-            words = [cells[1], cells[2] != "-" and f"Healthy: {cells[2]}", cells[3] != "-" and f"Else: {cells[3]}"]
-            sentence = ". ".join(word for word in words if word)
-            meanings += [[re.sub(r"<\w+>", ".+", re.sub(r"[.]", r"\.", name)), sentence] for name in names]
+        if not names or len(cells) != 5:
+            continue
+        _, formula, healthy, remedy, _ = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", cell) for cell in cells]
+        sentences = [formula] if formula else []
+        if healthy != "-":
+            sentences.append(f"Healthy: {healthy}")
+        if remedy != "-":
+            sentences.append(f"Else: {remedy}")
+        for name in names:
+            pattern = re.sub(r"<\w+>", ".+", name.replace(".", r"\."))
+            meanings.append([pattern, ". ".join(sentences)])
     return meanings
 
 
@@ -97,8 +127,11 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
     bad_lines: list[int] = []
     try:
         for _, record in read_records(file, bad_lines):
-            if "step" in record or step is not None:
-                yield {"step": step} | {name: for_json(value) for name, value in record.items()}
+            record = {name: for_json(value) for name, value in record.items()}
+            if step is not None:
+                record.setdefault("step", step)
+            if "step" in record:
+                yield record
     except ConfigError as error:
         notes.append(str(error))
     if bad_lines:
@@ -106,23 +139,28 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
         notes.append(f"{file.name}: {len(bad_lines)} lines are not records, and left out: {places}")
 
 
-def for_json(value: object) -> object:
+def for_json(value: Any) -> Any:
     """Floats with five digits. NaN and infinities, which the JSON of the page must not have, become words."""
     if isinstance(value, list):
-        return [for_json(each) for each in value]
+        return [for_json(entry) for entry in value]
     if isinstance(value, dict):
         return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.5g}")
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else json.dumps(value)
+        return json.dumps(value)
     return value
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 2**53
 
 
-def evenly(items: Sequence, limit: int) -> Sequence:
-    return items if len(items) <= limit else [items[i] for i in np.linspace(0, len(items) - 1, limit).astype(int)]
+def evenly(items: Sequence[T], limit: int) -> Sequence[T]:
+    if len(items) <= limit:
+        return items
+    places = np.linspace(0, len(items) - 1, limit).astype(int)
+    return [items[place] for place in places]
 
 
 def read_metrics(file: Path, notes: list[str]) -> tuple[list[int], dict[str, list], dict[str, list[int]]]:
@@ -131,49 +169,71 @@ def read_metrics(file: Path, notes: list[str]) -> tuple[list[int], dict[str, lis
     of_step: dict[int, dict] = defaultdict(dict)
     for record in read_lines(file, notes):
         of_step[record.pop("step")] |= record
-    validated = [step for step, values in of_step.items() if any(key.startswith("validation/") for key in values)]
-    steps = sorted({*evenly(sorted(of_step), MAX_STEPS), *validated})
-    if len(steps) < len(of_step):
-        notes.append(f"curves: {len(steps):,} of {len(of_step):,} steps, evenly spaced, and all validations")
+    all_steps = sorted(of_step)
+    validated = []
+    for step in all_steps:
+        if any(key.startswith("validation/") for key in of_step[step]):
+            validated.append(step)
+    steps = sorted({*evenly(all_steps, MAX_STEPS), *validated})
+    if len(steps) < len(all_steps):
+        notes.append(f"curves: {len(steps):,} of {len(all_steps):,} steps, evenly spaced, and all validations")
     keys = sorted({key for step in steps for key in of_step[step]})
-    series = {key: [of_step[step].get(key) for step in steps] for key in keys}
-    if odd := [key for key in keys if any(type(values.get(key)) is str for values in of_step.values())]:
+    series = {}
+    odd = []
+    held = {}
+    for key in keys:
+        series[key] = [of_step[step].get(key) for step in steps]
+        if any(isinstance(values.get(key), str) for values in of_step.values()):
+            odd.append(key)
+        if "/health/" in key:
+            held[key] = [step for step in all_steps if of_step[step].get(key) == 1]
+    if odd:
         notes.append(f"not finite at some steps (crosses in the curves): {', '.join(odd[:8])} ({len(odd)} metrics)")
-    held = {key: [step for step in sorted(of_step) if of_step[step].get(key) == 1] for key in keys if "/health/" in key}
-    return steps, series, {key: at for key, at in held.items() if at}
+    return steps, series, {key: steps_held for key, steps_held in held.items() if steps_held}
 
 
 def read_samples(file: Path, notes: list[str], limit: int, step: int | None = None) -> tuple[list[dict], str]:
     """(samples to show, how many of all they are). Where not all have room: of each step and kind the first and the
     last sample and those of the lowest and the highest reward, of steps evenly spaced. Reads the file twice, to keep
     few texts in memory."""
-    total, keys = 0, {}
+    total = 0
+    groups: dict[tuple[int, str], None] = {}  # (step, kind), in the file's order
     for record in read_lines(file, notes, step):
         total += 1
-        keys[record["step"], str(record.get("kind"))] = None
-    chosen = set(keys if total <= limit else evenly([*keys], max(1, limit // 4)))
-    kept: dict[tuple, list[dict]] = defaultdict(list)
+        groups[record["step"], str(record.get("kind"))] = None
+    have_room = total <= limit
+    chosen = list(groups)
+    if not have_room:
+        chosen = evenly(chosen, max(1, limit // 4))
+    kept: dict[tuple[int, str], list[dict]] = {group: [] for group in chosen}
     for line, record in enumerate(read_lines(file, [], step)):
-        key = record["step"], str(record.get("kind"))
-        if key in chosen:
-            group = kept[key]
-            group.append(record | {"line": line})
-            if total > limit:
-                kept[key] = extremes(group)
-    samples = [sample for group in kept.values() for sample in group][:limit]
+        group = record["step"], str(record.get("kind"))
+        if group not in kept:
+            continue
+        record["line"] = line
+        kept[group].append(record)
+        if not have_room:
+            kept[group] = extremes(kept[group])
+    samples = list(chain.from_iterable(kept.values()))[:limit]
     return samples, f"{len(samples):,} of {total:,} samples"
 
 
 def extremes(group: list[dict]) -> list[dict]:
     """The first and the last, and the first of those with the lowest and the highest reward; each once, in order."""
-    reward = [sample["reward"] if is_number(sample.get("reward")) else 0.0 for sample in group]
-    places = {0, len(group) - 1, reward.index(min(reward)), reward.index(max(reward))}
+    rewards = [number_or_0(sample.get("reward")) for sample in group]
+    places = {0, len(group) - 1, rewards.index(min(rewards)), rewards.index(max(rewards))}
     return [group[place] for place in sorted(places)]
+
+
+def number_or_0(value: Any) -> float:
+    if is_number(value):
+        return value
+    return 0
 
 
 def read_dump(folder: Path, notes: list[str], limit: int) -> list[dict]:
     """Samples of a dumped step with `tokens`: of each its text, trainer's logp - sampler's, entropy."""
-    numbers_of = {}
+    numbers_of_line: dict[int, np.ndarray] = {}
     try:
         step = int(folder.name.removeprefix("step_"))
         for file in sorted(folder.glob("rank_*.safetensors")):
@@ -181,20 +241,30 @@ def read_dump(folder: Path, notes: list[str], limit: int) -> list[dict]:
                 arrays = load_file(file)
             numbers_T2 = np.stack([arrays["logp_T"] - arrays["sampler_logp_T"], arrays["entropy_T"]], axis=1)
             parts = np.split(numbers_T2.astype(float), np.cumsum(arrays["num_tokens_S"]))[:-1]
-            numbers_of |= dict(zip(arrays["sample_S"].tolist(), parts, strict=True))
+            numbers_of_line |= zip(arrays["sample_S"].tolist(), parts, strict=True)
     except (ConfigError, SafetensorError, OSError, KeyError, ValueError) as error:
         notes.append(f"{folder}: cannot be read ({error!r:.200})")
         return []
     samples, _ = read_samples(folder / "samples.jsonl", notes, limit, step)
     for sample in samples:
-        texts = [str(text) for text in sample.pop("tokens", None) or ()]
-        sample |= {"kind": "train, dumped", "prompt": sample.get("prompt_text"), "reply": "".join(texts)}
-        sample["num_gen_tokens"] = len(texts) - sample.get("num_env_tokens", 0)
-        if len(texts) == len(numbers_of.get(sample["line"], ())):
-            rows = numbers_of[sample["line"]][:MAX_TOKENS].tolist()
-            numbers = [[float(f"{x:.3g}") if math.isfinite(x) else None for x in row] for row in rows]
-            sample["tokens"] = [[text, *row] for text, row in zip(texts, numbers, strict=False)]
+        tokens = sample.pop("tokens", None)
+        texts = [str(token) for token in tokens] if isinstance(tokens, list) else []
+        sample["kind"] = "train, dumped"
+        sample["prompt"] = sample.get("prompt_text")
+        sample["reply"] = "".join(texts)
+        sample["num_gen_tokens"] = len(texts) - number_or_0(sample.get("num_env_tokens"))
+        numbers = numbers_of_line.get(sample["line"])
+        if numbers is not None and len(numbers) == len(texts):
+            sample["tokens"] = coloured(texts[:MAX_TOKENS], numbers[:MAX_TOKENS])
     return samples
+
+
+def coloured(texts: list[str], numbers_T2: np.ndarray) -> list[list]:
+    """[text, gap, entropy] of each token, with three digits; None for a number that is not finite."""
+    rows = []
+    for text, numbers in zip(texts, numbers_T2.tolist(), strict=True):
+        rows.append([text, *(float(f"{x:.3g}") if math.isfinite(x) else None for x in numbers)])
+    return rows
 
 
 def as_page(runs: list[dict], live_seconds: float) -> str:
@@ -202,16 +272,37 @@ def as_page(runs: list[dict], live_seconds: float) -> str:
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     script = template.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    lengths = [len(str(sample.get(name))) for run in runs for sample in run["samples"] for name in ("prompt", "reply")]
+    lengths = []
+    for run in runs:
+        for sample in run["samples"]:
+            lengths += [len(str(sample.get("prompt"))), len(str(sample.get("reply")))]
     page = ""
     for limit in (100_000, 30_000, 10_000, 3_000, 1_000, 300):
-        if sum(min(length, limit) for length in lengths) <= MAX_TEXT and not 0 < len(page) <= MAX_PAGE:
-            shown = [run | {"samples": [for_page(sample, limit) for sample in run["samples"]]} for run in runs]
-            data = {"runs": shown, "charts": CHARTS + part_charts(runs), "phase": PHASE, "live": live_seconds}
-            data |= {"time": time.ctime(), "meanings": read_meanings()}
-            packed = base64.b64encode(gzip.compress(json.dumps(data, allow_nan=False).encode(), 6)).decode()
-            page = template.replace("SCRIPT_HASH", digest).replace("DATA", packed)
+        if sum(min(length, limit) for length in lengths) > MAX_TEXT:
+            continue
+        data = page_data(runs, limit, live_seconds)
+        text = json.dumps(data, allow_nan=False).encode()
+        packed = base64.b64encode(gzip.compress(text, 6)).decode()
+        page = template.replace("SCRIPT_HASH", digest).replace("DATA", packed)
+        if len(page) <= MAX_PAGE:
+            break
     return page
+
+
+def page_data(runs: list[dict], limit: int, live_seconds: float) -> dict:
+    """What the script of the page draws."""
+    shown = []
+    for run in runs:
+        samples = [for_page(sample, limit) for sample in run["samples"]]
+        shown.append(run | {"samples": samples})
+    return {
+        "runs": shown,
+        "charts": CHARTS + part_charts(runs),
+        "phase": PHASE,
+        "live": live_seconds,
+        "time": time.ctime(),
+        "meanings": read_meanings(),
+    }
 
 
 def part_charts(runs: list[dict]) -> list[str]:
@@ -221,13 +312,21 @@ def part_charts(runs: list[dict]) -> list[str]:
 
 
 def for_page(sample: dict, limit: int) -> dict:
-    record = {name: value if is_number(value) else str(value or "") for name in FIELDS for value in [sample.get(name)]}
+    record = {}
+    for name in FIELDS:
+        value = sample.get(name)
+        record[name] = value if is_number(value) else str(value or "")
     for name in ("prompt", "reply"):
-        record[name] = text = str(record[name])
-        if len(text) > limit:
-            cut = f"\n[... {len(text) - limit:,} characters left out ...]\n"
-            record[name] = text[: limit // 2] + cut + text[-limit // 2 :]
-    return record | {"tokens": sample.get("tokens", [])[:limit]}
+        record[name] = cut_in_the_middle(str(record[name]), limit)
+    record["tokens"] = sample.get("tokens", [])[:limit]
+    return record
+
+
+def cut_in_the_middle(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    cut = f"\n[... {len(text) - limit:,} characters left out ...]\n"
+    return text[: limit // 2] + cut + text[-limit // 2 :]
 
 
 def main() -> int:
@@ -235,17 +334,24 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path, metavar="logs/exp_001")
     parser.add_argument("--live", action="store_true", help="redraw every few seconds until all runs have ended")
     args = parser.parse_args()
-    if absent := [str(folder) for folder in args.folders if not folder.is_dir()]:
+    absent = [str(folder) for folder in args.folders if not folder.is_dir()]
+    if absent:
         parser.error(f"no such run folder: {', '.join(absent)}")
     names = [folder.name for folder in args.folders]
-    if len({*names, ""}) <= len(names):
+    are_names_clear = "" not in names and len(set(names)) == len(names)
+    if not are_names_clear:
         names = [str(folder) for folder in args.folders]
     live = True
     while live:
+        have_all_ended = all((folder / "exit.json").exists() for folder in args.folders)
+        live = args.live and not have_all_ended
         start = time.monotonic()
-        live = args.live and not all((folder / "exit.json").exists() for folder in args.folders)
-        runs = [read_run(*each, MAX_SAMPLES // len(names)) for each in zip(args.folders, names, strict=True)]
-        pause = max(LIVE_SECONDS, 4 * (time.monotonic() - start)) if live else 0
+        runs = []
+        for folder, name in zip(args.folders, names, strict=True):
+            runs.append(read_run(folder, name, MAX_SAMPLES // len(names)))
+        pause = 0
+        if live:
+            pause = max(LIVE_SECONDS, 4 * (time.monotonic() - start))
         file = args.folders[0] / "report.html"
         write_whole(file, as_page(runs, pause))  # a browser never reads half of it
         print(f"{file}: {file.stat().st_size / 1e3:,.0f} kB", flush=True)

@@ -208,6 +208,25 @@ def test_a_damaged_dump_is_said(tmp_path):
     assert ["tokens" in sample for sample in samples] == [True, False, True, False]
 
 
+ODD = (None, True, 7, -2.5, 1e400, "text", [], [1, None, "a"], {"a": 1})
+
+
+def test_fields_of_any_type_are_shown(tmp_path):
+    """Of samples and of a dump: each field with a value of each type. Dumped tokens that are no list are none."""
+    make_run(tmp_path / "a", num_steps=2, num_envs=1, num_samples=4, num_dumps=1)
+    for file in (tmp_path / "a/samples.jsonl", tmp_path / "a/rollouts/step_000002/samples.jsonl"):
+        sample, *others = lines_of(file)
+        rows = [
+            sample | {name: value} for name in (*sample, "num_env_tokens", "tokens") for value in ODD if name != "step"
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *others]))
+    shown = report.read_run(tmp_path / "a", "a", 8000)
+    dumped = [sample for sample in shown["samples"] if sample["kind"] == "train, dumped"]
+    assert len(dumped) > 9 and all(type(sample["num_gen_tokens"]) in (int, float) for sample in dumped)
+    page = Page(report.as_page([shown], 0)).data["runs"][0]
+    assert all({type(text) for text, *_ in sample["tokens"]} <= {str} for sample in page["samples"])
+
+
 def test_hostile_text_is_data(tmp_path, monkeypatch):
     folder = tmp_path / "a"
     make_hostile(folder)
