@@ -286,9 +286,12 @@ def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
     if kind == "text" or type(value) in (int, float):
         return value
     text = text_of(value)
+    quoted = reader.typed(text)
+    if type(quoted) in (int, float) and math.isfinite(quoted):
+        return quoted
     others = list(dict.fromkeys([*row.get("values", ()), text_of(default)]))
     if text in others:
-        return reader.typed(text)
+        return quoted
     raise ConfigError(f"{name}: {key}={text:.80}: expected a number, or {' or '.join(others)}")
 
 

@@ -256,11 +256,24 @@ class _Script:
             words = [word for command in _commands(value[1:-1]) for word in command.words]
             items = [field.text for word in words for field in self._fields(word)]
             self.variables[name] = [[*items_before, *items] for items_before in old] if appends else [items]
-        else:
-            text = self._text(value, 0)
-            if appends:
-                text = self._value_of(name, "") + text
-            self.variables[name] = [[text]]
+            return
+        if appends:
+            value = f"${{{name}}}{value}" if name in self.variables else value
+        self.variables[name] = [[text] for text in self._texts(value)]
+
+    def _texts(self, word: str) -> list[str]:
+        """What the text of a word may be: where one of its variables is open, its text for each choice."""
+        names = {name for name in re.findall(rf"\$\{{?({NAME})", word) if len(self.variables.get(name, ())) > 1}
+        if len(names) != 1:
+            return [self._text(word, 0)]
+        (name,) = names
+        choices = self.variables[name]
+        texts = []
+        for items in choices:
+            self.variables[name] = [items]
+            texts.append(self._text(word, 0))
+        self.variables[name] = choices
+        return list(dict.fromkeys(texts))
 
     def _note(self, field: Word) -> None:
         """Keeps the field if it is an override, or those in a `$(one or other)`."""
