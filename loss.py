@@ -17,7 +17,6 @@ import math
 import torch
 from torch import Tensor
 
-from advantages import group_advantages as group_advantages  # for projects that import it from here
 from config import MAX_LOG_RATIO, LossConfig
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]

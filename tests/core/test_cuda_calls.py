@@ -122,7 +122,6 @@ def trees() -> dict[str, ast.Module]:
     names = [str(path.relative_to(ROOT)) for path in paths]
     names = [name for name in names if name.split("/")[0] not in ("tests", "tools", "examples")]
     names.remove("bench/peers.py")  # which asks for what it calls, and reports what is absent
-    names.remove("bench/allocator.py")  # which runs where no GPU is
     return {name: ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in sorted(names)}
 
 
