@@ -13,15 +13,19 @@ ImportanceSampling = Literal["tis", "icepop", "seq-mask-tis", "sequence", "seque
 
 
 class ConfigError(Exception):
-    """A user's mistake: each argument is a line; at most 490 characters; the program exits with 2."""
+    """A user's mistake: each argument is a line. The program exits with 2."""
 
-    def __str__(self) -> str:  # the place is at the start, the fix at the end
-        text = "\n".join("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in self.args)
-        return text if len(text) <= 490 else f"{text[:290]} ... {text[-195:]}"
+    def __str__(self) -> str:
+        return "\n".join(printable(line) for line in self.args)
 
 
 class DataError(ConfigError):
     """A dataset or model folder that the run cannot use. The message names the file and the fix."""
+
+
+def printable(line: str) -> str:
+    """A line of a message, with escapes in place of control characters and line ends."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
 
 
 def shortened(value: Any) -> str:

@@ -24,7 +24,7 @@ import yaml
 
 from config import ConfigError, shortened
 from support.check import rules
-from support.inputs import reader
+from support.inputs import yaml_text
 from support.inputs.files import read_text
 from support.inputs.keys import FIELDS, default_text, hint, text_of
 from tools import from_trl, from_verl, theirs
@@ -158,8 +158,7 @@ def _add_what_is_left(report: Report, ours: Values, table: Mapping[str, Any], ou
             what = table["yours"][key]
             report.add(LEFT, f"{key}={value}: --check refuses it until it names a function of yours: {what}")
     try:
-        cfg = reader.load(out)
-        rules.check_config(cfg, rules.fewest_ranks(cfg))
+        rules.load_checked(out)
     except ConfigError as error:
         for line in str(error).splitlines():
             report.add(LEFT, line)
@@ -286,7 +285,7 @@ def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
     if kind == "text" or type(value) in (int, float):
         return value
     text = text_of(value)
-    quoted = reader.typed(text)
+    quoted = yaml_text.typed(text)
     if type(quoted) in (int, float) and math.isfinite(quoted):
         return quoted
     others = list(dict.fromkeys([*row.get("values", ()), text_of(default)]))

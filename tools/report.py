@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from config import ConfigError
-from support.inputs.files import open_file, parse_json, read_bytes, read_records, read_text
+from support.inputs.files import open_file, parse_json, read_bytes, read_records
+from support.inputs.yaml_text import plain_yaml
 from support.system.disk import describe_os_error, write_whole
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
     about: dict[str, str] = {}
     try:
         if (folder / "config.yaml").exists():
-            config = yaml.safe_load(read_text(folder / "config.yaml"))
+            config = plain_yaml(folder / "config.yaml")
             about["model"] = str(config["policy"]["model_name"])
         provenance = folder / "provenance.json"
         if provenance.exists():
@@ -96,7 +96,7 @@ def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
             about["commit"] = str(newest["commit"])[:10]
             if newest["changes"]:
                 about["commit"] += f", with {newest['changes']}"
-    except (ConfigError, yaml.YAMLError, LookupError, TypeError) as error:
+    except (ConfigError, LookupError, TypeError) as error:
         notes.append(f"model, command, commit: cannot be read ({error!r:.200})")
     return about
 

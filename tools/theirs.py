@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from config import ConfigError, shortened
-from support.inputs import reader
+from support.inputs import yaml_text
 from support.inputs.files import parse_json, read_text
 from support.inputs.keys import text_of
 from tools import theirs_python, theirs_shell
@@ -86,7 +86,7 @@ def _read_verl(name: str, text: str, table: Mapping[str, Any]) -> tuple[Values, 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a yaml text whose keys are texts. ConfigError, beginning with `where`."""
     try:
-        loader = reader.Loader(text)
+        loader = yaml_text.Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -193,7 +193,7 @@ class _Interpolation:
                 raise LookupError(f"{key}: too long")
         if isinstance(value, str) and "${" in value:
             raise LookupError(f"{key}: not closed")
-        return reader.typed(value)
+        return yaml_text.typed(value)
 
     def _look_up(self, key: str, inner: str, depth: int) -> Any:
         kind, _, argument = inner.rpartition(":")
@@ -210,5 +210,5 @@ class _Interpolation:
         if num_dots:
             name = ".".join([*key.split(".")[:-num_dots], name[num_dots:]])
         if comma and name not in places:
-            return reader.typed(default.strip())
+            return yaml_text.typed(default.strip())
         return self._value(name, places[name], depth + 1)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import envs
-from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig
+from config import Config, ConfigError, DataError, DatasetConfig, RewardModelConfig, TokenizerConfig, shortened
 from support.check import memory_fit, rules
 from support.check.memory_plan import GIB, Plan
 from support.graders.environments import make_environment, read_results
 from support.hf.lora_layers import adapted_layers
-from support.inputs import keys, reader, resume
+from support.inputs import keys, resume
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.model_config import ModelConfig, check_weights, missing_weights, read_model_config, resolve_folder
 from support.inputs.scan import Dataset, load_dataset
@@ -85,7 +85,9 @@ def read_inputs(
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     environments: dict[str, envs.Environment] = {}
     # The ranks of this machine that grade
-    num_ranks = cfg.policy.generation.colocated.resources.gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_ranks = (
+        cfg.policy.generation.colocated.resources.gpus_per_node or number_in_environment("LOCAL_WORLD_SIZE") or 1
+    )
 
     agents = {agent.name: agent for agent in cfg.env.agents}
 
@@ -315,7 +317,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
         num_started, reason = ranks_on_cpu(cfg, inputs.model_config)
         rules.check_config(cfg, num_started)
         lines.append(f"ranks      {num_started} on this CPU: {reason}; --nproc_per_node=N sets another number")
-    num_ranks = int(os.environ.get("WORLD_SIZE", num_ranks))
+    num_ranks = number_in_environment("WORLD_SIZE") or num_ranks
     plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
     has_gpus = num_ranks > 1 or shutil.which("nvidia-smi")  # here, or where the recipe is to run
     if gpu_bytes or (device or ("cuda" if has_gpus else "cpu")) != "cpu":
@@ -336,16 +338,26 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
     return float(given[-1]) * GIB if given else None, [word for word in argv if not word.startswith(flag)]
 
 
+def number_in_environment(name: str) -> int | None:
+    """The number of ranks that torchrun, or a user, has set in this variable. ConfigError if it is none."""
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not re.fullmatch("[1-9][0-9]{0,6}", text):
+        raise ConfigError(f"{name}={shortened(text)} in the environment: must be a number of ranks, or not set")
+    return int(text)
+
+
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):
         raise ConfigError(usage)
-    cfg = reader.load(words[0], words[1:], explain="--explain" in flags)
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
-    ranks = int(os.environ.get("WORLD_SIZE", rules.fewest_ranks(cfg) if flags else 1))
-    rules.check_config(cfg, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None)
+    num_ranks = number_in_environment("WORLD_SIZE") or (None if flags else 1)
+    ranks_of_node = number_in_environment("LOCAL_WORLD_SIZE")
+    cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain="--explain" in flags)
     return resume.resolve(cfg)
 
 

@@ -6,30 +6,45 @@ no arithmetic is a row of the table in contradictions.py.
 
 import json
 import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
 from support.check.contradictions import contradictions
-from support.inputs.keys import bounds, meanings, plain_name, settings
+from support.inputs import reader
 
-_OPERATORS = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 RESOURCES = "policy.generation.colocated.resources"
 NO_VALIDATION = "ask for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
 
 
+def load_checked(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    ranks_of_node: int | None = None,
+    *,
+    explain: bool = False,
+) -> Config:
+    """The config of a file, as `reader.load` reads it, for `world_size` ranks, so many to a node; None: for the fewest
+    that there may be. ConfigError, a line for each mistake, whether it is about one key or several."""
+    reading = reader.read(path, overrides, explain=explain)
+    num_ranks = fewest_ranks(reading.cfg) if world_size is None else world_size
+    reading.raise_problems(list(config_problems(reading.cfg, num_ranks, ranks_of_node)))
+    return reading.cfg
+
+
 def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
     """Raise ConfigError, a line for each problem, if `world_size` ranks, so many to a node, cannot run `cfg`."""
-    assert world_size >= 1, world_size
-    problems = list(_bound_problems(cfg)) or list(config_problems(cfg, world_size, ranks_of_node))
+    problems = list(config_problems(cfg, world_size, ranks_of_node))
     if problems:
         raise ConfigError(*problems)
 
 
 def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> Iterator[str]:
-    """All that is wrong with keys beside each other."""
+    """What is wrong with keys beside each other."""
+    assert world_size >= 1, world_size
     yield from _split_problems(cfg, world_size, ranks_of_node)
     yield from _rank_problems(cfg, world_size)
     yield from _batch_problems(cfg)
@@ -41,18 +56,6 @@ def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     yield from _mix_problems(cfg)
     yield from _custom_problems(cfg)
     yield from _agent_problems(cfg)
-
-
-def _bound_problems(cfg: Config) -> Iterator[str]:
-    """Each key by itself, against the bounds it declares."""
-    for name, value in settings(cfg):
-        key = plain_name(name)
-        if value == "" or (isinstance(value, tuple) and "" in value):
-            yield f"{name}={json.dumps(value):.80}: empty strings are not allowed ({meanings()[key]})"
-        numbers = [each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, int | float)]
-        limits = [limit.split() for limit in bounds(key).split(",") if limit]
-        if not all(_OPERATORS[sign](number, float(limit)) for number in numbers for sign, limit in limits):
-            yield f"{name}={json.dumps(value):.80}: must be {bounds(key)} ({meanings()[key]})"
 
 
 def fewest_ranks(cfg: Config) -> int:

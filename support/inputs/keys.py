@@ -63,25 +63,35 @@ def numbered_name(name: str) -> str:
     return re.sub(rf"^({'|'.join(map(re.escape, LISTS))})\.(?!\d)", r"\1.0.", name)
 
 
-def hint(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
-    """The end of a message: which of `names` is meant by `name`; "" if none is near. One with the same last part comes
-    before a near one of the same section, and that before a near one elsewhere."""
-    section, _, last = name.rpartition(".")
+def meant_key(name: str, names: Collection[str], cutoff: float = 0.6) -> str | None:
+    """Which of `names` is meant by `name`, if one is near. One with the same last part comes before a near one of the
+    same section, and that before a near one elsewhere."""
+    section, _, last = name[-200:].rpartition(".")
+    last = SYNONYMS.get(last, last)
     parts = {full: full.rpartition(".") for full in names}
     for place, least in (("", 1.0), (section, cutoff), ("", cutoff)):
         lasts = {full: end for full, (above, _, end) in parts.items() if place in ("", above)}
-        found = difflib.get_close_matches(SYNONYMS.get(last, last), lasts.values(), n=1, cutoff=least)
-        if near := difflib.get_close_matches(name, [full for full in lasts if lasts[full] in found], n=1, cutoff=0):
-            return f" Did you mean '{near[0]}'?"
-    return ""
+        found = difflib.get_close_matches(last, lasts.values(), n=1, cutoff=least)
+        candidates = [full for full, end in lasts.items() if end in found]
+        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
+        if near:
+            return near[0]
+    return None
 
 
-def unknown_key(name: str) -> str:
-    """The message about a key that does not exist: the key that is meant, and the keys of its section."""
+def hint(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
+    """The end of a message: which of `names` is meant by `name`; "" if none is near."""
+    meant = meant_key(name, names, cutoff)
+    return "" if meant is None else f" Did you mean '{meant}'?"
+
+
+def unknown_key(name: str, meant: str | None) -> str:
+    """The message about a key that does not exist, with the key that is meant, if any, and the keys of the section."""
     section = name
     while section not in SECTIONS:
         section = section.rpartition(".")[0]
-    return f"unknown key '{name}'.{hint(name, FIELDS)} Keys of {section or 'a config'}: {keys_of(section)}"
+    guess = f" Did you mean '{meant}'?" if meant else ""
+    return f"unknown key '{name:.200}'.{guess} Keys of {section or 'a config'}: {keys_of(section)}"
 
 
 def split_optional(kind: Any) -> tuple[Any, bool]:

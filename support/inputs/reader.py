@@ -2,66 +2,85 @@
 
 A value stays the text that was written until the type of its key reads it: 1e-6 is a number, `no` may be a name, and
 007 keeps its zeros. Only values of the user's own keys, such as env.custom, are what yaml makes of them. A mistake is a
-ConfigError that names the place, the key, the value, and the fix. rules.py judges whether values fit each other.
+line of a ConfigError that names the place, the key, the value, and the fix; all mistakes are told at once. Whether
+values fit each other is judged in support/check.
 """
 
+import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from decimal import Decimal
-from itertools import chain
 from pathlib import Path
-from types import UnionType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import msgspec
 import yaml
 
-from config import Config, ConfigError, DataError, shortened
+from config import Config, ConfigError, DataError, Section, shortened
 from support.inputs import keys, nemo
-from support.inputs.files import read_bytes
-from support.inputs.keys import FIELDS, FREE, LISTS, SECTIONS
+from support.inputs.keys import FIELDS, FREE, LISTS, SECTIONS, numbered_name, plain_name
+from support.inputs.yaml_text import Document, Plain, read_yaml, typed
 
-_TAG = "tag:yaml.org,2002:"
+MOST_PROBLEMS = 20  # told at once
 _NUMBER = r"\d+(?:\.\d*)?"
-_Merged = dict[str, tuple[Any, str]]  # full key -> (value, place)
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
-class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, except that 1e-6 is a number and that dates, <<, =, & and * are text."""
+class Entry(NamedTuple):
+    """A key that a file or an override sets, by its full name, and where."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [row for row in rows if row[0].removeprefix(_TAG) not in ("timestamp", "merge", "value", "yaml")]
-        for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    name: str
+    value: Plain
+    place: str
 
 
-Loader.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789"))
+@dataclass(slots=True)
+class Reading:
+    """What `read` finds: a config in which a key with a mistake has its default, and the mistakes. doubtful: keys of
+    whose values nothing can be said, because they are wrong or misspelled."""
+
+    cfg: Config
+    problems: list[str]
+    doubtful: set[str]
+
+    def raise_problems(self, others: Sequence[str] = ()) -> None:
+        """ConfigError if there are problems, here or among `others` that are about no doubtful key."""
+        sound = [text for text in others if not any(name in text for name in self.doubtful)]
+        problems = [*self.problems, *sound]
+        if len(problems) > MOST_PROBLEMS:
+            problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS:,} more"]
+        if problems:
+            raise ConfigError(*problems)
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Config:
     """The config of a yaml file, over the files that its `defaults:` names and under `key.sub=value` overrides.
 
-    The last one to set a key wins; a list is one value. Raises ConfigError. Of a config with NeMo RL's keys, rank 0
-    says that some keys do not matter; with `explain`, it prints a verdict on every key.
+    The last one to set a key wins; a list is one value. Raises ConfigError, a line for each mistake. Of a config with
+    NeMo RL's keys, rank 0 says that some keys do not matter; with `explain`, it prints a verdict on every key.
     """
+    reading = read(path, overrides, explain=explain)
+    reading.raise_problems()
+    return reading.cfg
+
+
+def read(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Reading:
+    """As `load`, but mistakes of keys are returned, so that others can be told with them. Raises ConfigError where a
+    file or an override cannot be read at all."""
     entries = _read_file(Path(path), ())
     entries += [_read_override(override) for override in overrides]
-    values, verdicts, refusal = _judge(_merge(entries))
-    lines = {kind: [f"{key}: {text}" for key, text in verdicts.items() if text.startswith(kind)] for kind in nemo.KINDS}
+    translation = _Translation(entries)
+    translation.run()
     if explain:
-        counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in lines.items() if of_kind)
-        print(f"{len(verdicts)} keys: {counts}")
-        print(*chain(*lines.values()), "", sep="\n")
-    if refusal:
-        raise refusal
-    cfg = _build(Config(), "", values)
-    off = [line.partition("=")[0] for line in lines["does not matter"]]
-    if off and not explain and os.environ.get("RANK", "0") == "0":
-        some = ", ".join(off[:3]) + ", .." * (len(off) > 3)
-        print(f"without effect here: {len(off)} keys of the config ({some}); --check --explain says why")
-    return cfg
+        translation.print_verdicts()
+    elif not translation.problems and os.environ.get("RANK", "0") == "0":
+        translation.print_idle_keys()
+    cfg = translation.build(Config(), "")
+    return Reading(cfg, translation.problems, translation.doubtful)
 
 
 def to_yaml(cfg: Config) -> str:
@@ -72,35 +91,54 @@ def to_yaml(cfg: Config) -> str:
 # -------------------------------------------------------------------------------------------- files and overrides
 
 
-def _read_file(path: Path, parents: tuple[Path, ...]) -> list[tuple[str, Any, str]]:
-    """(full key, value, place) of each entry of a file, after those of its defaults. parents: whose defaults it is."""
+def _read_file(path: Path, parents: tuple[Path, ...]) -> list[Entry]:
+    """The entries of a file, after those of its defaults. parents: the files whose defaults it is."""
     try:
-        text = read_bytes(path)
+        text = read_yaml(path)
     except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
         files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
         raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults form a cycle: {' -> '.join(map(str, (*parents, path)))}")
-    places: dict[str, str] = {}
-    tree = _parse(text, "", str(path), places)
+    document = Document(text, str(path), keys.is_free)
+    tree = document.value
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_shown(tree)}")
-    below = []
+    below: list[Entry] = []
     defaults = tree.pop("defaults", [])
     for name in defaults if isinstance(defaults, list) else [defaults]:
         if not isinstance(name, str) or not name:
             problem = f"defaults: expected a file or a list of files, got {_shown(name)}"
-            raise ConfigError(f"{places['defaults']}: {problem}")
+            raise ConfigError(f"{document.places['defaults']}: {problem}")
         file = path.parent / name
         if file.suffix != ".yaml" and not os.path.exists(file):  # NeMo RL's guides leave out the ending, too
             file = Path(f"{file}.yaml")
         below += _read_file(file, (*parents, path))
-    # What replaces a section comes first, wherever in the file it is.
-    return below + sorted(_entries(tree, "", places), key=lambda entry: not entry[0].endswith("._override_"))
+    own = list(_entries(tree, "", document.places))
+    own.sort(key=lambda entry: not entry.name.endswith("._override_"))  # what replaces a section comes first
+    return below + own
 
 
-def _read_override(override: str) -> tuple[str, Any, str]:
+def _entries(tree: dict[str, Plain], prefix: str, places: dict[str, str]) -> Iterator[Entry]:
+    """Everything in a tree that is not a section."""
+    for key, value in tree.items():
+        name = prefix + key
+        is_section = plain_name(name) in SECTIONS or nemo.is_section(name)
+        if isinstance(value, dict) and value and is_section:
+            yield from _entries(value, f"{name}.", places)
+        elif name in LISTS and isinstance(value, list) and value:
+            yield Entry(f"{name}._override_", "true", places[name])
+            for number, item in enumerate(value):
+                if not isinstance(item, dict) or not item:
+                    problem = f"entry {number + 1}: expected a mapping with keys, got {keys.text_of(item):.80}"
+                    raise ConfigError(f"{places[name]}: {name}: {problem}")
+                yield from _entries(item, f"{name}.{number}.", places)
+        else:
+            yield Entry(name, value, places[name])
+
+
+def _read_override(override: str) -> Entry:
     """The entry of `key.sub=value`. The value is the text as typed; only lists and the user's own keys are yaml."""
     place = f"command line {shortened(override)}"
     name, equals, text = override.partition("=")
@@ -108,250 +146,294 @@ def _read_override(override: str) -> tuple[str, Any, str]:
         raise ConfigError(f"{place}: expected key.sub=value, as in grpo.seed=1")
     is_list = name in FIELDS and name not in LISTS and get_origin(keys.split_optional(FIELDS[name].type)[0]) is tuple
     if is_list or name in FREE:
-        return name, _parse(text, name, place, {}), place
+        return Entry(name, Document(text, place, keys.is_free, name).value, place)
     value = typed(text)
-    return name, value if value is None or keys.is_free(name) else text, place
+    if value is None or keys.is_free(name):
+        return Entry(name, value, place)
+    return Entry(name, text, place)
 
 
-def _parse(text: str | bytes, name: str, path: str, places: dict[str, str]) -> Any:
-    """The value of a yaml text for the key `name`; `places` gets the file and line of each key below it."""
-    try:
-        loader = Loader(text)
-        node = loader.get_single_node()
-        return None if node is None else _value(loader, node, name, path, places)
-    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:  # the last two of "\UFFFFFFFF", say
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not yaml: {' '.join(str(problem).split())}") from None
+def _replaced_section(name: str) -> str | None:
+    """`grpo._override_` -> grpo."""
+    section, _, last = name.rpartition(".")
+    return section if section and section in SECTIONS and last == "_override_" else None
 
 
-def _value(loader: yaml.Loader, node: yaml.Node, name: str, path: str, places: dict[str, str]) -> Any:
-    """A node as text, null, list or mapping."""
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, item, f"{name}.{i}", path, places) for i, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        if node.tag.startswith(_TAG) and node.tag != f"{_TAG}null" and not keys.is_free(name):
-            return node.value
-        try:
-            return loader.construct_object(node)
-        except Exception:  # PyYAML's conversions raise whatever comes: KeyError for !!bool maybe
-            problem = f"{shortened(node.value)} is not of type {node.tag.removeprefix(_TAG)}; quote it if it is text"
-            raise ConfigError(f"{path} line {node.start_mark.line + 1}: {name}: {problem}") from None
-    tree = {}
-    for key, child in node.value:
-        place = f"{path} line {key.start_mark.line + 1}"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{place}: expected the name of a key, got a list or mapping")
-        full = f"{name}.{key.value}" if name else key.value
-        if not full:
-            raise ConfigError(f"{place}: expected the name of a key, got '': give the section a name, such as grpo")
-        if full in places:
-            raise ConfigError(f"{place}: {full} is set again, first in {places[full]}; remove one")
-        places[full] = place
-        tree[key.value] = _value(loader, child, full, path, places)
-    return tree
-
-
-def typed(value: Any) -> Any:
-    """What yaml makes of a text, or of each text in a list or mapping."""
-    if isinstance(value, dict):
-        return {key: typed(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [typed(child) for child in value]
-    if not isinstance(value, str):
-        return value
-    loader = Loader("")
-    tag = loader.resolve(yaml.ScalarNode, value, (True, False))
-    try:
-        return loader.construct_object(yaml.ScalarNode(tag, value))
-    except ValueError:  # 0x_ looks like a number
-        return value
-
-
-def _entries(tree: dict[str, Any], prefix: str, places: dict[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """(full key, value, place) of everything in a tree that is not a section."""
-    for key, value in tree.items():
-        name = prefix + key
-        if isinstance(value, dict) and value and (keys.plain_name(name) in SECTIONS or nemo.is_section(name)):
-            yield from _entries(value, f"{name}.", places)
-        elif name in LISTS and isinstance(value, list) and value:
-            yield f"{name}._override_", "true", places[name]
-            for i, item in enumerate(value):
-                if not isinstance(item, dict) or not item:
-                    problem = f"entry {i + 1}: expected a mapping with keys, got {keys.text_of(item):.80}"
-                    raise ConfigError(f"{places[name]}: {name}: {problem}")
-                yield from _entries(item, f"{name}.{i}.", places)
-        else:
-            yield name, value, places[name]
-
-
-def _merge(entries: Sequence[tuple[str, Any, str]]) -> _Merged:
-    """Key -> (value, place) in force. A value replaces all keys below it, a key the null or {} above it."""
-    merged: _Merged = {}
-    for name, value, place in entries:
-        section, _, last = name.rpartition(".")
-        replaces = last == "_override_" and section in SECTIONS and section
-        if replaces and value != "true":
-            raise ConfigError(f"{place}: {name}: expected true, got {_shown(value)}")
-        below = [key for key in merged if key.startswith(f"{section if replaces else name}.")]
-        if below and value == {}:
+def _merge(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Key -> the entry in force. A value replaces all keys below it, a key the null or {} above it."""
+    merged: dict[str, Entry] = {}
+    for entry in entries:
+        name = _replaced_section(entry.name) or entry.name
+        below = [key for key in merged if key.startswith(f"{name}.")]
+        if below and entry.value == {}:
             continue
-        empty = [key for key in merged if name.startswith(f"{key}.") and merged[key][0] in (None, {}, [])]
-        for key in (*below, *empty, name):
-            merged.pop(key, None)
-        if not replaces:
-            merged[name] = value, place
+        for key in below:
+            del merged[key]
+        if name != entry.name:  # `_override_: true`, or a wrong value of it
+            if entry.value != "true":
+                merged[entry.name] = entry
+            continue
+        above = name.rpartition(".")[0]
+        while above:
+            if above in merged and merged[above].value in (None, {}, []):
+                del merged[above]
+            above = above.rpartition(".")[0]
+        merged.pop(name, None)
+        merged[name] = entry
     return merged
 
 
 # -------------------------------------------------------------------------------------------------- keys to values
 
 
-def _judge(merged: _Merged) -> tuple[dict[str, Any], dict[str, str], ConfigError | None]:
-    """(values of our keys, key=value -> verdict, the refusal that says most)."""
-    rows, added = nemo.rows_of(merged)
-    everything = {keys.numbered_name(name): value for name, (value, _) in merged.items()}
-    everything |= {keys.numbered_name(name): value for name, value in added.items()}
-    values: dict[str, Any] = {}
-    verdicts: dict[str, str] = {}
-    refusals: list[tuple[bool, ConfigError]] = []
-    set_by: dict[str, str] = {}  # key of ours -> the key that set it last
+class _Translation:
+    """Entries -> values of our keys, by NeMo RL's table and the types and bounds of config.py."""
 
-    def value_of(name: str) -> Any:
-        return typed(_resolve(name, f"${{{name}}}", "", everything))
+    def __init__(self, entries: Sequence[Entry]):
+        self.entries = _merge(entries)
+        self.rows = nemo.rows_of(self.entries.keys())
+        self.added = nemo.settings_beside(self.entries.keys())
+        self.written: dict[str, Plain] = {}  # what `${key}` reads
+        for name, entry in self.entries.items():
+            self.written[numbered_name(name)] = entry.value
+        for name, value in self.added.items():
+            self.written[numbered_name(name)] = value
+        self.values: dict[str, Any] = {}  # of our keys, of any type
+        self.verdicts: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.doubtful: set[str] = set()
+        self.set_by: dict[str, str] = {}  # key of ours -> the key that set it last
 
-    # Plain keys first, then keys renamed onto them, then the command line. The last one wins.
-    order = {name: (place.startswith("command line"), "as" in rows[name]) for name, (_, place) in merged.items()}
-    for name in sorted(merged, key=order.__getitem__):
-        value, place = merged[name]
-        row = rows[name]
-        try:
-            if "same" in row or "why" not in row:  # else any value will do
-                resolved = _resolve(name, value, place, everything)
-                value = typed(resolved) if keys.is_free(name) and resolved != value else resolved
-            verdicts[name], settings = nemo.judge(name, value, typed(value), place, row, value_of)
-            for key, own in settings:
-                earlier = set_by.get(key, name)
-                if _set(values, key, own, place) and earlier != name and key in (earlier, name):
-                    verdicts[earlier] = f"does not matter: {name} decides"
-                set_by[key] = name
-        except ConfigError as error:
-            verdicts[name] = f"refused: {error}"
-            refusals.append(("refused" not in row, error))
-    for name, value in added.items() if not refusals else ():
-        _set(values, name, _resolve(name, value, "nemo.yaml", everything), "nemo.yaml")
-    verdicts = {f"{name}={keys.text_of(value)}": verdicts[name] for name, (value, _) in merged.items()}
-    # What cannot be done here says more than a wrong value beside it.
-    return values, verdicts, min(refusals, key=lambda refusal: refusal[0])[1] if refusals else None
+    def run(self) -> None:
+        """Judges every key. The last to set a key wins: plain keys come first, then keys renamed onto them, then the
+        command line."""
 
+        def order(name: str) -> tuple[bool, bool]:
+            return self.entries[name].place.startswith("command line"), bool(self.rows[name].target)
 
-def _resolve(name: str, value: Any, place: str, everything: Mapping[str, Any]) -> Any:
-    """The value of a key, with `${key}`, `${.sibling}` and `${mul: a, b}` in its text replaced."""
-    if not isinstance(value, str) or "${" not in value or name in FREE:
-        return value
+        for name in sorted(self.entries, key=order):
+            entry = self.entries[name]
+            row = self.rows[name]
+            try:
+                self._translate(entry, row)
+            except ConfigError as error:
+                self._refuse(name, row, str(error))
+        if self.problems:
+            return
+        for name, value in self.added.items():
+            self._set(name, self._resolved(Entry(name, value, "nemo.yaml")))
 
-    def look_up(match: re.Match) -> str:
-        inner = match[1].strip()
-        if ":" in inner:
-            if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", inner):
-                raise ConfigError(f"{place}: {name}: ${{{inner}}}: only keys, and mul of numbers, are understood")
-            return f"{float(math.prod(map(Decimal, re.findall(_NUMBER, inner)))):.17g}"  # 1.1 x 100 is 110
-        other = f"{name.rpartition('.')[0]}{inner}" if inner.startswith(".") else inner
-        default = FIELDS[other].default if other in FIELDS else MISSING
-        found = everything.get(keys.numbered_name(other), default)
-        if found is MISSING or other in SECTIONS or isinstance(found, (tuple, list, dict)):
-            raise ConfigError(f"{place}: {name}: ${{{other}}} is not the name of a key with one value")
+    def _translate(self, entry: Entry, row: nemo.Row) -> None:
+        """Adds the verdict on a key and what it sets. ConfigError without the place."""
+        name, value, _ = entry
+        if _replaced_section(name):
+            raise ConfigError(f"{name}: expected true, got {_shown(value)}")
+        if row.same or not row.why:  # else any value will do
+            value = self._resolved(entry)
+            if keys.is_free(name) and value != entry.value:
+                value = typed(value)
+        verdict = nemo.judge(name, value, row, self._value_of)
+        if verdict.kind == "refused":
+            raise ConfigError(verdict.text)
+        self.verdicts[name] = verdict.text
+        for key, setting in verdict.settings.items():
+            earlier = self.set_by.get(key, name)
+            is_changed = self._set(key, setting)
+            if is_changed and earlier != name and key in (earlier, name):
+                self.verdicts[earlier] = f"does not matter: {name} decides"
+            self.set_by[key] = name
+
+    def _refuse(self, name: str, row: nemo.Row, problem: str) -> None:
+        text = f"{self.entries[name].place}: {problem}"
+        self.problems.append(text)
+        self.verdicts[name] = f"refused: {text}"
+        self.doubtful.update({plain_name(name), row.target} & FIELDS.keys())
+
+    def _unknown(self, name: str) -> str:
+        """The problem with a key that does not exist. To look for the key that is meant takes some milliseconds."""
+        if len(self.problems) >= MOST_PROBLEMS:
+            return f"unknown key '{name:.200}'"
+        meant = keys.meant_key(name, FIELDS)
+        if meant:
+            self.doubtful.add(meant)
+        return keys.unknown_key(name, meant)
+
+    def _value_of(self, name: str) -> Plain:
+        return typed(self._resolved(Entry(name, f"${{{name}}}", "")))
+
+    def _resolved(self, entry: Entry) -> Plain:
+        """The value of a key, with `${key}`, `${.sibling}` and `${mul: a, b}` in its text replaced."""
+        text = entry.value
+        if not isinstance(text, str) or "${" not in text or entry.name in FREE:
+            return text
+        for _ in range(20):
+            if "${" not in text:
+                return None if typed(text) is None else text
+            text = re.sub(r"\$\{([^${}]*)\}", lambda match: self._looked_up(match[1].strip(), entry.name), text)
+            if len(text) > 10_000:
+                break
+        raise ConfigError(f"{entry.name}: ${{...}} forms a cycle, is too deep, or is not closed")
+
+    def _looked_up(self, reference: str, key: str) -> str:
+        """The text in place of `${reference}` in the value of `key`."""
+        if ":" in reference:
+            if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", reference):
+                raise ConfigError(f"{key}: ${{{reference:.80}}}: only keys, and mul of numbers, are understood")
+            factors = [Decimal(number) for number in re.findall(_NUMBER, reference)]
+            return f"{float(math.prod(factors)):.17g}"  # 1.1 x 100 is 110
+        name = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
+        default = FIELDS[name].default if name in FIELDS else MISSING
+        found = self.written.get(numbered_name(name), default)
+        if found is MISSING or name in SECTIONS or isinstance(found, (tuple, list, dict)):
+            raise ConfigError(f"{key}: ${{{name:.80}}} is not the name of a key with one value")
         return keys.text_of(found)
 
-    text = value
-    for _ in range(20):
-        if "${" not in text:
-            return None if typed(text) is None else text
-        text = re.sub(r"\$\{([^${}]*)\}", look_up, text)
-    raise ConfigError(f"{place}: {name}: ${{...}} forms a cycle, is too deep, or is not closed")
+    def _set(self, name: str, value: Plain) -> bool:
+        """Sets a key of ours, and says whether it had another value. Every unknown key and wrong value ends here."""
+        plain = plain_name(name)
+        for free in FREE:
+            if name.startswith(f"{free}."):
+                return self._set_free(free, name.removeprefix(f"{free}."), value)
+        if plain not in FIELDS:
+            raise ConfigError(self._unknown(plain))
+        if plain in SECTIONS:
+            self._check_section(name, value)
+            return False
+        return _put(self.values, numbered_name(name), checked(name, value, FIELDS[plain].type))
+
+    def _set_free(self, free: str, name: str, value: Plain) -> bool:
+        """Sets one of the user's own keys below `free`."""
+        section = self.values.setdefault(free, {})
+        kind = get_args(FIELDS[free].type)[1]
+        above, _, last = name.rpartition(".")
+        if free == "env.custom" and above:  # such as env.custom.my.envs:Class.argument
+            return _put(section.setdefault(above, {}), last, value)
+        return _put(section, name, checked(f"{free}.{name}", value, kind))
+
+    def _check_section(self, name: str, value: Plain) -> None:
+        """A section without keys sets nothing, nor does null for a list of sections. ConfigError for another value."""
+        plain = plain_name(name)
+        if value in ({}, []) or (value is None and plain in LISTS):
+            return
+        raise ConfigError(f"{name} is a section, got {_shown(value)}; set its keys: {keys.keys_of(plain)}")
+
+    def build(self, section: Section, prefix: str) -> Section:
+        """A section with the values of its keys in place of its own. prefix: its full name and a dot."""
+        changes = {}
+        for key in fields(section):
+            name = prefix + key.name
+            if name in LISTS:
+                changes[key.name] = self._build_list(section, name, prefix)
+            elif is_dataclass(key.type):
+                changes[key.name] = self.build(getattr(section, key.name), f"{name}.")
+            elif name in self.values:
+                changes[key.name] = self.values[name]
+        return replace(section, **changes)
+
+    def _build_list(self, section: Section, name: str, prefix: str) -> tuple[Section, ...]:
+        """The sections of a list. A key that one of them does not set has the value of the key below `default`."""
+        default = self.build(getattr(section, "default", SECTIONS[name]()), f"{prefix}default.")
+        set_numbers = {int(key[len(name) + 1 :].partition(".")[0]) for key in self.values if key.startswith(f"{name}.")}
+        for number in range(len(set_numbers)):
+            if number not in set_numbers:
+                self.problems.append(f"{name}.{max(set_numbers)} is set, but not {name}.{number}: leave no gaps")
+                return ()
+        return tuple(self.build(default, f"{name}.{number}.") for number in range(len(set_numbers)))
+
+    def print_verdicts(self) -> None:
+        """Prints how many keys have which verdict, then a line for each key."""
+        counts = []
+        lines = []
+        for kind in nemo.KINDS:
+            names = [name for name, text in self.verdicts.items() if text.startswith(kind)]
+            if names:
+                counts.append(f"{len(names)} {kind}")
+            lines += [f"{name}={keys.text_of(self.entries[name].value)}: {self.verdicts[name]}" for name in names]
+        print(f"{len(self.verdicts)} keys: {', '.join(counts)}", *lines, "", sep="\n")
+
+    def print_idle_keys(self) -> None:
+        """Prints that some keys do not matter here."""
+        idle = [name for name, text in self.verdicts.items() if text.startswith("does not matter")]
+        if idle:
+            some = ", ".join(idle[:3])
+            if len(idle) > 3:
+                some += ", .."
+            print(f"without effect here: {len(idle)} keys of the config ({some}); --check --explain says why")
 
 
-def _set(values: dict[str, Any], name: str, value: Any, place: str) -> bool:
-    """Sets a key, and says whether it had another value. A section without keys, and null for a list of sections, set
-    none. Every unknown key and wrong type ends here."""
-    plain, last = keys.plain_name(name), keys.numbered_name(name)
-    section, kind = values, FIELDS[plain].type if plain in FIELDS else Any
-    if free := next((free for free in FREE if name.startswith(f"{free}.")), None):
-        section, kind = values.setdefault(free, {}), get_args(FIELDS[free].type)[1]
-        above, _, last = name.removeprefix(f"{free}.").rpartition(".")
-        if free != "env.custom":
-            last = name.removeprefix(f"{free}.")
-        elif above:  # such as env.custom.my.envs:Class.argument
-            section, kind = section.setdefault(above, {}), Any
-    elif plain not in FIELDS:
-        raise ConfigError(f"{place}: {keys.unknown_key(plain)}")
-    elif plain in SECTIONS:
-        if value not in ({}, []) and not (value is None and plain in LISTS):
-            fix = f"set its keys: {keys.keys_of(plain)}"
-            raise ConfigError(f"{place}: {name} is a section, got {_shown(value)}; {fix}")
-        return False
-    new = _checked(name, value, kind, place)
-    is_changed = section.get(last, new) != new
-    section[last] = new
+def _put(values: dict[str, Any], name: str, value: Any) -> bool:
+    """Sets a value, and says whether there was another one."""
+    is_changed = values.get(name, value) != value
+    values[name] = value
     return is_changed
 
 
-def _checked(name: str, value: Any, kind: Any, place: str) -> Any:
-    """The value as one of the type `kind`; of a mapping, each of its values."""
-    if get_origin(kind) is Mapping and (value is None or isinstance(value, dict)):
+# --------------------------------------------------------------------------------------------------------- values
+
+
+def checked(name: str, value: Plain, kind: Any) -> Any:
+    """A text, null, list or mapping as the value of the key `name`, whose type is `kind`. ConfigError if it is none, or
+    out of bounds."""
+    if get_origin(kind) is Mapping and value is None:
+        value = {}
+    if get_origin(kind) is Mapping and isinstance(value, dict):
         of_each = get_args(kind)[1]
-        return {key: _checked(f"{name}.{key}", child, of_each, place) for key, child in (value or {}).items()}
+        return {key: checked(f"{name}.{key}", child, of_each) for key, child in value.items()}
+    plain = plain_name(name)
     try:
-        return _read(value, kind)
-    except ValueError:
-        plain = keys.plain_name(name)
+        new = msgspec.convert(_read_numbers(value, kind), kind)
+        if not _is_finite(new):
+            raise msgspec.ValidationError
+    except msgspec.ValidationError:
         hint = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
         if name.startswith("env.custom."):
             hint = "; give an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
-        expected = f"expected {keys.type_name(kind)}, got {_shown(value)}{hint}"
-        raise ConfigError(f"{place}: {name}: {expected}") from None
+        raise ConfigError(f"{name:.200}: expected {keys.type_name(kind)}, got {_shown(value)}{hint}") from None
+    if plain in FIELDS:
+        _check_bounds(name, new)
+    return new
 
 
-def _read(value: Any, kind: Any) -> Any:
-    """A text, null or list as a value of the type `kind`. ValueError if it is none."""
-    base, optional = keys.split_optional(kind)
-    if base is Any or (optional and value is None):
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_finite(value: Any) -> bool:
+    return all(math.isfinite(item) for item in _items(value) if isinstance(item, float))
+
+
+def _check_bounds(name: str, value: Any) -> None:
+    """ConfigError if a value, or an item of a list, is an empty text or a number out of the bounds of its key."""
+    plain = plain_name(name)
+    shown = f"{json.dumps(value):.80}"
+    if "" in _items(value):
+        raise ConfigError(f"{name}={shown}: empty strings are not allowed ({keys.meanings()[plain]})")
+    numbers = [item for item in _items(value) if isinstance(item, int | float)]
+    for limit in filter(None, keys.bounds(plain).split(", ")):
+        sign, bound = limit.split()
+        if not all(_COMPARE[sign](number, float(bound)) for number in numbers):
+            raise ConfigError(f"{name}={shown}: must be {keys.bounds(plain)} ({keys.meanings()[plain]})")
+
+
+def _read_numbers(value: Plain, kind: Any) -> Plain:
+    """A text, or each text of a list, as true, false or a number, unless `kind` is a type of text."""
+    if isinstance(value, list):
+        items = [kind for kind in get_args(keys.split_optional(kind)[0]) if kind is not Ellipsis]
+        return [_read_numbers(item, items[0] if items else str) for item in value]
+    base = keys.split_optional(kind)[0]
+    if not isinstance(value, str) or base is str or base is Any or get_origin(base) is Literal:
         return value
-    if get_origin(base) is tuple and isinstance(value, list):
-        kinds = get_args(base)
-        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
-        return tuple(_read(item, item_kind) for item, item_kind in zip(value, kinds, strict=True))
-    if not isinstance(value, str):
-        raise ValueError
-    if base is str or (get_origin(base) is Literal and value in get_args(base)):
-        return value
-    kinds = get_args(base) if get_origin(base) is UnionType else (base,)
-    if bool in kinds and value.lower() in ("true", "false"):
+    if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if int in kinds:
-        return int(value)
-    if base is float and math.isfinite(float(value)):
-        return float(value)
-    raise ValueError
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
 
 
-def _shown(value: Any) -> str:
-    return "null" if value is None else "a mapping" if isinstance(value, dict) else shortened(value)
-
-
-def _build(section: Any, prefix: str, values: dict[str, Any]) -> Any:
-    """A section with the values of its keys in place of its own. prefix: its full name and a dot."""
-    changes = {}
-    for f in fields(section):
-        name = prefix + f.name
-        if name in LISTS:  # a key that an item does not set has the value of the same key below `default`
-            default = _build(getattr(section, "default", keys.SECTIONS[name]()), f"{prefix}default.", values)
-            numbers = {int(key.split(".")[name.count(".") + 1]) for key in values if key.startswith(f"{name}.")}
-            if missing := set(range(len(numbers))) - numbers:
-                raise ConfigError(f"{name}.{max(numbers)} is set, but not {name}.{min(missing)}: leave no gaps")
-            changes[f.name] = tuple(_build(default, f"{name}.{i}.", values) for i in range(len(numbers)))
-        elif is_dataclass(f.type):
-            changes[f.name] = _build(getattr(section, f.name), f"{name}.", values)
-        elif name in values:
-            changes[f.name] = values[name]
-    return replace(section, **changes)
+def _shown(value: Plain) -> str:
+    if value is None:
+        return "null"
+    return "a mapping" if isinstance(value, dict) else shortened(value)

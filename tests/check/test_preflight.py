@@ -393,3 +393,12 @@ def test_a_plan_without_weights(recipe, tmp_path, monkeypatch):
             monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
         with pytest.raises(ConfigError, match="safetensors"):
             check(cfg, gpu_bytes=gpu_bytes)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5", "9" * 30, "\u0661"])
+def test_a_number_of_ranks_that_is_none(monkeypatch, capsys, name, text):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv(name, text)
+    assert preflight.answer(["--check", str(ROOT / "configs/smoke.yaml")], "") == 2
+    assert f"{name}=" in capsys.readouterr().err

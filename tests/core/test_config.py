@@ -93,12 +93,9 @@ def test_a_nest_is_no_recursion():
     assert len(shortened(nest)) <= 80
 
 
-def test_a_message_keeps_its_start_and_its_end():
-    message = str(ConfigError(f"run.yaml line 3: grpo.seed={'9' * 10**6}: take another"))
-    assert message.startswith("run.yaml line 3: grpo.seed=9") and message.endswith("9: take another")
-    assert 480 <= len(message) <= 490
-    whole = "a.yaml: " + "b" * 482
-    assert str(DataError(whole)) == whole
+def test_a_message_is_whole():
+    text = f"run.yaml line 3: grpo.seed={'9' * 10**4}: take another"
+    assert str(ConfigError(text)) == str(DataError(text)) == text
 
 
 def test_a_message_has_a_line_for_each_argument_and_no_other():

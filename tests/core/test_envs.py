@@ -341,7 +341,7 @@ def of_form(**changes):
 def test_a_result_of_another_form_names_the_environment_and_the_form(result, named):
     with pytest.raises(ConfigError, match=r"^env_name 'mine:E': step\(\) returned ") as error:
         results_of("mine:E", Answers(result), [turn("a"), turn("b"), turn("c")])
-    assert named in str(error.value) and len(str(error.value)) <= 490
+    assert named in str(error.value)
 
 
 @pytest.mark.parametrize("results", [None, 5, "ab", RIGHT, {}, {"a": RIGHT, "b": RIGHT}, [[RIGHT], [RIGHT]]])

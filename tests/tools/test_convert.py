@@ -57,7 +57,7 @@ def converted(name, folder, *overrides):
         else:
             key, _, text = line.strip().partition(": " if sections and DIFFER not in sections else "=")
             heading[key] = text
-    return reader.load(out), sections
+    return reader.read(out).cfg, sections
 
 
 @pytest.mark.parametrize("system", NAMES)
@@ -289,7 +289,7 @@ def test_a_quoted_default_is_the_default(tmp_path):
         (tmp_path / "theirs.yaml").write_text(text)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
         convert("trl", str(tmp_path / "theirs.yaml"), [], str(tmp_path / "ours.yaml"))
-        written.append(reader.load(tmp_path / "ours.yaml"))
+        written.append(reader.read(tmp_path / "ours.yaml").cfg)
     assert written[0] == written[1]
 
 
@@ -310,7 +310,7 @@ def test_values_of_several_keys(tmp_path):
     def ours(*overrides):
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
         report = convert("trl", name, overrides, str(tmp_path / "ours.yaml"))
-        return reader.load(tmp_path / "ours.yaml"), report
+        return reader.read(tmp_path / "ours.yaml").cfg, report
 
     cfg, _ = ours("loss_type=dr_grpo", "max_completion_length=300", "scale_rewards=false")
     assert (cfg.loss_fn.token_level_loss, cfg.loss_fn.loss_scale_factor) == (False, 300)

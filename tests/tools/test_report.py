@@ -108,9 +108,12 @@ def test_what_the_run_was_is_on_the_page(tmp_path, monkeypatch):
         (sentence, *_) = [text for pattern, text in data["meanings"] if re.fullmatch(pattern, name)]
         assert said in sentence and not re.search(r"`|\]\(", sentence), sentence
     (tmp_path / "provenance.json").write_text("[]")
-    (tmp_path / "config.yaml").write_text("policy: [")
-    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
-    assert shown["about"] == {} and "model, command, commit: cannot be read" in shown["notes"][0]
+    bomb = ["a0: &a0 [x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]" for n in range(1, 40))]
+    merges = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40))]
+    for text in ("policy: [", "[" * 100_000, "\n".join(bomb), "\n".join(merges), "policy: 3", "a: &a {b: *a}"):
+        (tmp_path / "config.yaml").write_text(text)
+        (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+        assert shown["about"] == {} and "model, command, commit: cannot be read" in shown["notes"][0]
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")

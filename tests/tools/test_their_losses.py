@@ -270,7 +270,7 @@ def converted(system, words, folder):
     (folder / "theirs.txt").write_text("algorithm.adv_estimator=grpo" if system == "verl" else "seed: 1")
     report = convert(system, str(folder / "theirs.txt"), words, str(folder / "ours.yaml"))
     assert "loss_fn" not in report.partition(LEFT)[2], report
-    return reader.load(folder / "ours.yaml").loss_fn, report
+    return reader.read(folder / "ours.yaml").cfg.loss_fn, report
 
 
 def assert_equal(system, keys, names, folder):

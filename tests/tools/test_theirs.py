@@ -336,7 +336,7 @@ def test_what_is_read(suffix, name, case, tmp_path, monkeypatch):
     monkeypatch.setenv("HERE", "/here")
     (tmp_path / f"theirs.{suffix}").write_text(text)
     report = convert(KINDS[suffix][0], str(tmp_path / f"theirs.{suffix}"), [], str(tmp_path / "ours.yaml"))
-    cfg = reader.load(tmp_path / "ours.yaml")
+    cfg = reader.read(tmp_path / "ours.yaml").cfg
     assert {key: value_of(cfg, key) for key in expected} == expected, report
     assert all(words in report for words in said), report
     tree = yaml.safe_load((tmp_path / "ours.yaml").read_text())
@@ -393,14 +393,14 @@ def test_a_dump_of_the_arguments_is_read(tmp_path):
     values = {each.name: each.default for each in fields(TrainingArguments) if each.default is not MISSING} | own
     (tmp_path / "grpo.json").write_text(json.dumps(values))
     convert("trl", str(tmp_path / "grpo.json"), [], str(tmp_path / "ours.yaml"))
-    cfg = reader.load(tmp_path / "ours.yaml")
+    cfg = reader.read(tmp_path / "ours.yaml").cfg
     assert (cfg.grpo.num_prompts_per_step, cfg.policy.scheduler.warmup_steps) == (8, 3), "two optimizer steps of one"
 
 
 def test_an_override_settles_what_must_be_computed(tmp_path):
     (tmp_path / "a.py").write_text(CALL + "GRPOConfig(learning_rate=args.lr)")
     report = convert("trl", str(tmp_path / "a.py"), ["learning_rate=3e-6"], str(tmp_path / "ours.yaml"))
-    assert COMPUTED not in report and reader.load(tmp_path / "ours.yaml").policy.optimizer.kwargs.lr == 3e-6
+    assert COMPUTED not in report and reader.read(tmp_path / "ours.yaml").cfg.policy.optimizer.kwargs.lr == 3e-6
 
 
 def test_interpolations_one_by_one():
@@ -451,7 +451,7 @@ def test_what_grades_is_theirs_or_the_check_refuses_it(suffix, text, expected, t
     (tmp_path / f"theirs.{suffix}").write_text(text)
     system = "verl" if suffix in ("sh", "yaml") else "trl"
     report = convert(system, str(tmp_path / f"theirs.{suffix}"), [], str(tmp_path / "ours.yaml"))
-    cfg = reader.load(tmp_path / "ours.yaml")
+    cfg = reader.read(tmp_path / "ours.yaml").cfg
     assert cfg.data.default.env_name == expected and expected in report
     assert (cfg.env.reward_model.model_name is not None) == (expected == "reward_model")
 
@@ -506,7 +506,7 @@ def test_what_a_script_changes_later_is_known_or_named(text, said, steps, tmp_pa
     report = convert("trl", str(tmp_path / "a.py"), [], str(tmp_path / "ours.yaml"))
     assert said in report
     assert ("what this changes" in report) == (said.startswith("line")), report
-    assert reader.load(tmp_path / "ours.yaml").grpo.max_num_steps == (steps or 1_000_000)
+    assert reader.read(tmp_path / "ours.yaml").cfg.grpo.max_num_steps == (steps or 1_000_000)
 
 
 DATA_SETS = {  # a script's data set -> keys of data.train
@@ -537,7 +537,7 @@ def test_the_data_set_of_a_script(text, expected, tmp_path):
     )
     (tmp_path / "a.py").write_text(text)
     convert("trl", str(tmp_path / "a.py"), [], str(tmp_path / "ours.yaml"))
-    (train,) = reader.load(tmp_path / "ours.yaml").data.train
+    (train,) = reader.read(tmp_path / "ours.yaml").cfg.data.train
     assert (train.data_path, train.subset, train.split) == expected
 
 
@@ -591,4 +591,4 @@ def test_what_is_lost_stands_in_the_file(tmp_path):
     convert("trl", str(tmp_path / "a.py"), ["min_p=0.1", "seed=${X}"], str(tmp_path / "ours.yaml"))
     comments = [line for line in (tmp_path / "ours.yaml").read_text().splitlines() if line.startswith("#")]
     assert any("min_p=0.1" in line for line in comments) and any("seed=" in line for line in comments)
-    assert reader.load(tmp_path / "ours.yaml").data.default.processor == "your_module:your_function"
+    assert reader.read(tmp_path / "ours.yaml").cfg.data.default.processor == "your_module:your_function"
