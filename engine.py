@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config, GenerationConfig
-from kernels.softmax import bfloat16_factors
+from kernels.matmul import bfloat16_factors
 from model import Decoder
 from records import Sample
 from support.hf.weights import full_tensors

@@ -26,6 +26,7 @@ from torch import Tensor
 from attention import PackLayout
 from config import GRPOConfig
 from engine import Completion, SamplingOptions
+from head import HeadOptions, response_logps
 from loss import Metrics, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
@@ -67,14 +68,21 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
 
 
 def loss_and_gap(
-    logp_R: Tensor, *, micro: MicroBatch, newest_R: Tensor | None, old_logp_R: Tensor | None, **loss_inputs
+    logp_R: Tensor,
+    *,
+    micro: MicroBatch,
+    newest_R: Tensor | None,
+    old_logp_R: Tensor | None,
+    with_metrics: bool = True,
+    **loss_inputs,
 ) -> tuple[Tensor, Metrics]:
     """`loss.policy_loss` with the gap of the pack among its metrics. newest_R: of `newest_tokens`."""
-    loss, metrics = policy_loss(logp_R, old_logp_R=old_logp_R, **loss_inputs)
-    with torch.no_grad():
-        logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
-        has_logp_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
-        metrics |= _gap_sums(micro, logp_at_start_R, newest_R, has_logp_R)
+    loss, metrics = policy_loss(logp_R, old_logp_R=old_logp_R, with_metrics=with_metrics, **loss_inputs)
+    if with_metrics:
+        with torch.no_grad():
+            logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
+            has_logp_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
+            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, has_logp_R)
     return loss, metrics
 
 
@@ -132,7 +140,14 @@ class CanaryEngine(Protocol):
     ) -> list[Completion]: ...
 
 
-def check_canary(model: Decoder, engine: CanaryEngine, limit: float | None, device: torch.device, when: str) -> float:
+def check_canary(
+    model: Decoder,
+    head_options: HeadOptions,
+    engine: CanaryEngine,
+    limit: float | None,
+    device: torch.device,
+    when: str,
+) -> float:
     """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
     engine. A collective; one forward without gradients. Raises StopRun above `limit` (grpo.logp_gap_limit).
 
@@ -143,8 +158,9 @@ def check_canary(model: Decoder, engine: CanaryEngine, limit: float | None, devi
     num_prompt = min(CANARY_PROMPT_TOKENS, total - num_new)
     prompt = np.random.Generator(np.random.PCG64(0)).integers(0, engine.vocab_size, num_prompt).tolist()
     sum_and_count = torch.zeros(2, dtype=torch.float64)
-    for reply in engine.generate([prompt], [0], SamplingOptions(model.temperature, num_new), may_stop=False):
-        logp_R = _score(model, prompt, reply.ids.tolist(), device)
+    sampling = SamplingOptions(head_options.temperature, num_new)
+    for reply in engine.generate([prompt], [0], sampling, may_stop=False):
+        logp_R = _score(model, head_options.unfiltered, prompt, reply.ids.tolist(), device)
         gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
         sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
@@ -159,12 +175,14 @@ def check_canary(model: Decoder, engine: CanaryEngine, limit: float | None, devi
 
 
 @torch.no_grad()
-def _score(model: Decoder, prompt: list[int], reply: list[int], device: torch.device) -> Tensor:
+def _score(
+    model: Decoder, head_options: HeadOptions, prompt: list[int], reply: list[int], device: torch.device
+) -> Tensor:
     """[len(reply)]: the trainer's log-probability of each id of the reply."""
     ids = torch.tensor([*prompt, *reply], device=device)
     token_T, target_R = ids[:-1], ids[len(prompt) :]
     position_T = torch.arange(len(token_T), device=device)
     pos_R = position_T[len(prompt) - 1 :]
     layout = PackLayout.of(np.array([0, len(token_T)]), None, len(token_T), device)
-    logp_R, _ = model(token_T, position_T, layout, pos_R, target_R, filtered=False)
+    logp_R, _ = response_logps(model, (token_T, position_T, layout, pos_R), target_R, head_options)
     return logp_R

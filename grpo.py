@@ -45,7 +45,7 @@ from advantages import step_advantages
 from config import Config
 from engine import sync_weights
 from gap import Gap, check_canary, gap_before_training, loss_and_gap, newest_tokens
-from kernels import linear_loss
+from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
@@ -79,11 +79,13 @@ def train(run: start.Run) -> None:
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
 
         with timer("policy_and_reference_logprobs"):
-            gap, mask_metrics = compute_logprobs(model, run.reference, minibatches, cfg, step)
+            gap, mask_metrics = compute_logprobs(model, run.head_options, run.reference, minibatches, cfg, step)
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
-            update_metrics = update(model, optimizer, minibatches, gap, state.num_bad_steps, cfg, step)
+            update_metrics = update(
+                model, run.head_options, optimizer, minibatches, gap, state.num_bad_steps, cfg, step
+            )
             state.num_bad_steps = int(update_metrics["num_bad_steps"])
             if run.reference:
                 run.reference.follow(model, cfg.grpo, step)
@@ -106,7 +108,12 @@ def train(run: start.Run) -> None:
 
 @torch.no_grad()
 def compute_logprobs(
-    model: Decoder, reference: Reference | None, minibatches: list[Minibatch], cfg: Config, step: int
+    model: Decoder,
+    head_options: HeadOptions,
+    reference: Reference | None,
+    minibatches: list[Minibatch],
+    cfg: Config,
+    step: int,
 ) -> tuple[Gap | None, Numbers]:
     """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
     needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, unless the loss is
@@ -114,22 +121,24 @@ def compute_logprobs(
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         for micro in micros:
-            micro.old_logp_R, _ = model(*micro.model_inputs)
+            micro.old_logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, head_options)
     if reference:
         with reference.in_place_of(model) as scorer:
             for micro in micros:
-                # Not filtered: top_p and top_k keep other tokens of the reference than of the policy.
-                micro.ref_logp_R, _ = scorer(*micro.model_inputs, filtered=False)
+                # top_p and top_k keep other tokens of the reference than of the policy.
+                unfiltered = head_options.unfiltered
+                micro.ref_logp_R, _ = response_logps(scorer, micro.model_inputs, micro.target_R, unfiltered)
     newest_version = step - 1
     gap = gap_before_training(micros, newest_version, cfg.grpo)
     sums: Metrics = {}
-    for metrics in finish_minibatches(minibatches, cfg, model.loss_path, newest_version):
+    for metrics in finish_minibatches(minibatches, cfg, head_options.path, newest_version):
         accumulate(sums, metrics)
     return gap, derived_metrics(reduce_over_ranks(sums))
 
 
 def update(
     model: Decoder,
+    head_options: HeadOptions,
     optimizer: Optimizer,
     minibatches: list[Minibatch],
     gap_at_start: Gap | None,
@@ -144,7 +153,7 @@ def update(
     a row before this step. Raises StopRun where `judge_step` does."""
     step_sums: Metrics = {}
     for minibatch in minibatches * cfg.policy.ppo_epochs:
-        sums = compute_gradients(model, minibatch, cfg)
+        sums = compute_gradients(model, head_options, minibatch, cfg)
         grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
         numbers = reduce_over_ranks(sums)
         gap = gap_at_start or Gap.of(numbers)
@@ -165,20 +174,22 @@ def update(
     return metrics
 
 
-def compute_gradients(model: Decoder, minibatch: Minibatch, cfg: Config) -> Metrics:
+def compute_gradients(model: Decoder, head_options: HeadOptions, minibatch: Minibatch, cfg: Config) -> Metrics:
     """Adds the gradient of the minibatch's loss to the parameters. Returns the metrics of this rank's micro-batches,
     added up."""
     sums: Metrics = {}
     for micro in minibatch.micros:
-        loss, metrics = compute_loss(model, micro, minibatch, cfg)
+        loss, metrics = compute_loss(model, head_options, micro, minibatch, cfg)
         model.backward(loss, is_last=micro is minibatch.micros[-1])
         accumulate(sums, metrics)
     return sums
 
 
-def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: Config) -> tuple[Tensor, Metrics]:
+def compute_loss(
+    model: Decoder, head_options: HeadOptions, micro: MicroBatch, minibatch: Minibatch, cfg: Config
+) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
-    pack_loss = partial(  # the output layer adds logp_R and entropy_R
+    loss_of = partial(  # the output layer adds logp_R and entropy_R
         loss_and_gap,
         micro=micro,
         newest_R=newest_tokens(micro, minibatch.version, cfg.grpo),
@@ -194,9 +205,20 @@ def compute_loss(model: Decoder, micro: MicroBatch, minibatch: Minibatch, cfg: C
         num_positive_tokens=minibatch.num_positive_tokens,
         cfg=cfg.loss_fn,
     )
-    # The output layer calls the loss, so that its gradient costs one pass over the logits (kernels/linear_loss.py).
-    loss_of_logits = partial(linear_loss, pack_loss=pack_loss, num_grad_rows=micro.num_grad_rows, path=model.loss_path)
-    return model(*micro.model_inputs, head_fn=loss_of_logits)
+
+    # Runs in the model's forward, where the output layer's weight is whole. head.py says why the loss is called there.
+    def head(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Metrics]:
+        return linear_loss(
+            hidden_RD,
+            weight_VD,
+            micro.target_R,
+            loss_of,
+            head_options,
+            num_grad_rows=micro.num_grad_rows,
+            needs_unfiltered=micro.ref_logp_R is not None,
+        )
+
+    return model(*micro.model_inputs, head)
 
 
 def train_or_generate(job: start.Job) -> str:
@@ -206,7 +228,8 @@ def train_or_generate(job: start.Job) -> str:
     run = start.set_up(job)
     with run.sampler:
         sync_weights(run.model, run.engine, run.state.step)
-        check_canary(run.model, run.engine, run.cfg.grpo.logp_gap_limit, run.device, "after the first sync")
+        limit = run.cfg.grpo.logp_gap_limit
+        check_canary(run.model, run.head_options, run.engine, limit, run.device, "after the first sync")
         with run.saver:
             try:
                 if steps.validation_is_due(run):

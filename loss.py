@@ -1,6 +1,6 @@
 """The policy-gradient loss: its one and only definition, with its options and metrics. Pure tensors, no I/O.
 
-Training follows `policy_loss`, whatever it is: kernels/ calls it and takes its derivatives by autograd. A tensor's name
+Training follows `policy_loss`, whatever it is: head.py calls it and takes its derivatives by autograd. A tensor's name
 ends in its dimensions, here R: the response tokens of a pack.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
@@ -40,8 +40,10 @@ def policy_loss(
     entropy_R: Tensor | None = None,
     positive_R: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
+    with_metrics: bool = True,
 ) -> tuple[Tensor, Metrics]:
-    """This pack's part of the loss, differentiable in logp_R and entropy_R; metrics (NeMo RL's ClippedPGLossFn).
+    """This pack's part of the loss, differentiable in logp_R and entropy_R; metrics (NeMo RL's ClippedPGLossFn), {}
+    without with_metrics.
 
     Per token, in nats: logp_R (current policy), old_logp_R (at the start of the step; None: logp_R itself, and ratios
     are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
@@ -81,10 +83,12 @@ def policy_loss(
         nll = -torch.where(positive_R != 0, t.logp_R, 0.0).sum() / _at_least_one(num_positive_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
 
-    with torch.no_grad():
-        metrics: Metrics = {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
-        metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, cfg)
-        metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
+    metrics: Metrics = {}
+    if with_metrics:
+        with torch.no_grad():
+            metrics |= {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
+            metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, cfg)
+            metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
     return loss, metrics
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from advantages import rewards_differ
 from envs import OUTCOMES
-from kernels.linear_loss import DEVIATION
+from head import DEVIATION
 from loss import Metrics
 from pack import Minibatch
 from records import Sample, groups_of

@@ -6,8 +6,8 @@ KL. Parameters have exactly the names of Hugging Face checkpoints."""
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import GatherRows, PackLayout, packed_attention
 from config import GRPOConfig, LoRAConfig
-from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp
 from lora import add_adapters
 from support.hf.weights import init_adapters, load_weights, sharded_parameters
 from support.inputs.model_config import ModelConfig, read_model_config
+
+Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
 
 
 def rope_cos_sin(config: ModelConfig, position_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,29 +135,22 @@ class Head(nn.Linear):
     """An output layer that is not tied to the embedding. It calls the function that needs its weight, because FSDP2
     gathers the weight only during this forward."""
 
-    def forward(self, hidden_RD: Tensor, compute: Callable, *targets: Tensor) -> Tensor | tuple:
-        return compute(hidden_RD, self.weight, *targets)
+    def forward(self, hidden_RD: Tensor, compute: Callable[[Tensor, Tensor], Result]) -> Result:
+        return compute(hidden_RD, self.weight)
 
 
 class Decoder(nn.Module):
     """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
 
-    The options are constants of a run. temperature, sampling_filter (None keeps all tokens), vocab_limit (later columns
-    of the logits are padding) match the sampler. recompute: all blocks or the first N. backend: None is Triton on CUDA,
-    PyTorch elsewhere. loss_path: how the loss gets its gradient; the default is always right. defers_sync,
-    deterministic: see `backward`.
+    The options are constants of a run. recompute: all blocks or the first N. defers_sync, deterministic: see
+    `backward`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
-        temperature: float = 1.0,
-        sampling_filter: SamplingFilter | None = None,
-        vocab_limit: int | None = None,
         recompute: bool | int = False,
-        backend: KernelBackend | None = None,
-        loss_path: LossPath | None = None,
         defers_sync: bool = False,
         deterministic: bool = False,
     ):
@@ -164,11 +158,6 @@ class Decoder(nn.Module):
         self.config = config
         self.defers_sync = defers_sync
         self.deterministic = deterministic
-        self.temperature = temperature
-        self.sampling_filter = sampling_filter
-        self.vocab_limit = vocab_limit
-        self.backend = backend
-        self.loss_path = loss_path or LossPath()
         self.model = nn.ModuleDict()
         self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
         blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
@@ -182,17 +171,12 @@ class Decoder(nn.Module):
         position_T: Tensor,
         layout: PackLayout,
         pos_R: Tensor | None = None,
-        target_R: Tensor | None = None,
-        *,
-        head_fn: Callable | None = None,
-        filtered: bool = True,
-    ) -> Tensor | tuple[Tensor, ...]:
-        """(logp_R, entropy_R), float32, in nats: at positions `pos_R` of the pack, the log-probability of `target_R`
-        under softmax(logits[:vocab_limit] / temperature), and the entropy of that distribution, after the
-        `sampling_filter` if `filtered`. `head_fn` computes something else from the same inputs: its result is
-        returned (kernels.linear_logp has its signature). Without `pos_R`: logits_TV over the whole vocabulary in
-        compute precision, for tests and tools. The tensors are int64 on the model's device, T >= 1. R = 0 is allowed:
-        every gradient is then zero."""
+        head: Callable[[Tensor, Tensor], Result] = F.linear,
+    ) -> Result:
+        """What `head` computes from hidden_RD, the final hidden states at the positions pos_R of the pack (None: at
+        all), and weight_VD, the output layer's weight: head.py has such functions. Without one, logits over the whole
+        vocabulary in compute precision, for tests and tools. The tensors are int64 on the model's device, T >= 1. R = 0
+        is allowed: every gradient is then zero."""
         hidden_TD = self.model["embed_tokens"](token_T)
         # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
         hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
@@ -200,15 +184,11 @@ class Decoder(nn.Module):
         for block in self.model["layers"]:
             hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
         hidden_TD = self.model["norm"](hidden_TD)
-        # Tied: the embedding's weight, which FSDP2 keeps gathered during this whole forward.
-        head = self.lm_head or partial(Head.forward, self.model["embed_tokens"])
-        if pos_R is None:
-            return head(hidden_TD, F.linear)
-        hidden_RD = GatherRows.apply(hidden_TD, pos_R)
-        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
-        options["sampling_filter"] = self.sampling_filter if filtered else None
-        head_fn = head_fn or partial(linear_logp, return_entropy=True)
-        return head(hidden_RD, partial(head_fn, **options), target_R)
+        if pos_R is not None:
+            hidden_TD = GatherRows.apply(hidden_TD, pos_R)
+        if self.lm_head is None:  # tied: the embedding's weight, which FSDP2 keeps gathered during this whole forward
+            return head(hidden_TD, self.model["embed_tokens"].weight)
+        return self.lm_head(hidden_TD, head)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds to the gradient, after `shard`. FSDP sums it over a replica's ranks at each micro-batch (defers_sync: at

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 from gap import Gap, gap_problem
-from kernels.linear_loss import DEVIATION, one_pass_problem
+from head import DEVIATION, one_pass_problem
 from metrics import Numbers
 from support.system.exits import StopRun
 from support.system.optimizer import Optimizer

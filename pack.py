@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attention import PackLayout
 from config import Config
-from kernels import LossPath
+from head import LossPath
 from loss import Metrics, seq_logp_error_mask
 from records import Sample, groups_of
 from support.system.exchange import move_tokens
@@ -90,9 +90,9 @@ class MicroBatch(Pack):
     ref_logp_R: Tensor | None = None
 
     @property
-    def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor, Tensor]:
-        """The arguments of `model.Decoder.forward`."""
-        return self.token_T, self.position_T, self.layout, self.pos_R, self.target_R
+    def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor]:
+        """The arguments of `model.Decoder.forward` but its head."""
+        return self.token_T, self.position_T, self.layout, self.pos_R
 
     def reorder(self, order_R: np.ndarray) -> None:
         """Puts the rows into another order: row i is the row order_R[i] of before."""

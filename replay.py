@@ -28,7 +28,7 @@ from support.check.preflight import num_steps_of, read_inputs
 from support.inputs import reader
 from support.inputs.resume import checkpoint_folder, read_meta
 from support.run import checkpoint, dump
-from support.run.start import build_policy, build_reference, hash_of_base
+from support.run.start import build_head, build_policy, build_reference, hash_of_base
 from support.system.disk import keep_console
 from support.system.exits import describe_failure, exit_process, report_exit
 from support.system.optimizer import Optimizer
@@ -66,6 +66,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
     inputs = read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
     for environment in inputs.environments.values():
         environment.close()
+    head_options = build_head(cfg, inputs, device)
     model = build_policy(cfg, inputs, ranks, device)
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
     reference = build_reference(cfg, inputs, model, device)
@@ -76,10 +77,10 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
 
     adv_B, metrics = step_advantages(samples, cfg.grpo, cfg.loss_fn)
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    gap, mask_metrics = compute_logprobs(model, reference, minibatches, cfg, step)
+    gap, mask_metrics = compute_logprobs(model, head_options, reference, minibatches, cfg, step)
     set_learning_rate(optimizer, cfg.policy.scheduler, step, num_steps_of(cfg, inputs.train.num_problems))
     metrics |= mask_metrics
-    metrics |= update(model, optimizer, minibatches, gap, num_bad_steps, cfg, step)
+    metrics |= update(model, head_options, optimizer, minibatches, gap, num_bad_steps, cfg, step)
     return Replayed(step, metrics, model, optimizer)
 
 

@@ -16,10 +16,13 @@ from torch import Tensor
 
 import attention
 from bench.head import facts
-from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_rows, heads, make_inputs, oracle, ours
-from bench.train_step import QWEN, TINY, WAYS, compute_gradients, config_of, random_batch, random_policy, set_way
+from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_part, heads, make_inputs, oracle, ours, parts_of
+from bench.train_step import QWEN, TINY, TOKENIZER, WAYS, config_of, head_of, random_batch, random_policy
 from config import LossConfig
-from kernels import KernelBackend, LossPath, linear_logp, linear_loss
+from grpo import compute_gradients
+from head import HeadOptions, LossPath, linear_loss
+from kernels import linear_logp
+from kernels.backend import KernelBackend
 from loss import policy_loss
 from support.hf.weights import sharded_parameters
 from support.run.start import choose_attention
@@ -82,11 +85,10 @@ def check_every_term(shape: tuple[int, int, int], device: str, dtype: torch.dtyp
         tensors = {
             name: t.to(torch.promote_types(wide, torch.float32)) for name, t in (rows | {"adv_R": x.adv_N}).items()
         }
-        pack_loss = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
-        loss, _ = linear_loss(
-            hidden_ND, weight_VD, x.target_N, temperature=1.3, num_grad_rows=num_rows * 3 // 4, pack_loss=pack_loss,
-            path=LossPath(kind), backend=KernelBackend(backend, 1024),
-        )  # fmt: skip
+        loss_of = partial(policy_loss, **tensors, **pack, cfg=LossConfig(**EVERY_TERM))
+        options = HeadOptions(1.3, backend=KernelBackend(backend, 1024), path=LossPath(kind))
+        inputs = (hidden_ND, weight_VD, x.target_N, loss_of, options)
+        loss, _ = linear_loss(*inputs, num_grad_rows=num_rows * 3 // 4)
         found[kind, wide] = [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
     narrow = 3e-3 if dtype == torch.bfloat16 else 1e-5
     exact = found.pop(("one pass", torch.float64))
@@ -100,15 +102,11 @@ def check_far_rows(shape: tuple[int, int, int], device: str, dtype: torch.dtype,
     """One chunk of more than 2^31 logits: its last rows."""
     x = make_inputs(*shape, device, dtype)
     _, logp_N, grad_ND, _ = call(ours(KernelBackend(backend, shape[0])), x, True)
-    for rows, last_logp, all_logp_CV in exact_rows(x, torch.float64):  # noqa: B007  (the last)
-        pass
-    slope_CV = -all_logp_CV.exp()
-    slope_CV[torch.arange(len(last_logp), device=device), x.target_N[rows]] += 1
-    g_C = -x.adv_N[rows] * (last_logp - x.old_N[rows]).exp() / shape[0]
-    where = f"{shape[0] * shape[2] / 2**31:.2f} x 2^31 logits, last {len(last_logp)} rows"
-    check(f"{where}: logp", (logp_N[rows] - last_logp).abs().max().item(), 1e-3)
-    dX = (g_C[:, None] * slope_CV) @ x.weight_VD.detach().double()
-    check(f"{where}: dX", relative(grad_ND[rows], dX), 3e-3 if dtype == torch.bfloat16 else 1e-5)
+    *_, rows = parts_of(shape[0])
+    _, exact_logp, _, exact_dX, _ = exact_part(x, rows, "GRPO")
+    where = f"{shape[0] * shape[2] / 2**31:.2f} x 2^31 logits, last {len(exact_logp)} rows"
+    check(f"{where}: logp", (logp_N[rows] - exact_logp).abs().max().item(), 1e-3)
+    check(f"{where}: dX", relative(grad_ND[rows], exact_dX), 3e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
 def check_attention(device: torch.device, lengths: list[int], prefixes: list[int]) -> None:
@@ -135,15 +133,14 @@ def check_step(ranks: Ranks, device: torch.device, dry: bool) -> None:
     for tied in (True, False):
         hf = (TINY if dry else QWEN | {"num_hidden_layers": 2}) | {"tie_word_embeddings": tied}
         policy = random_policy(hf, device, "bfloat16")
-        batch = random_batch(config_of("one pass"), policy.vocab_limit, 16, ranks, device)
+        batch = random_batch(config_of("one pass"), TOKENIZER[hf["vocab_size"]], 16, ranks, device)
         gradient = {}
         for name in [*WAYS] if dry else [*WAYS, "compiled"]:
             way = name
             if name == "compiled":
                 way = "torch"
                 policy.compile_blocks()
-            set_way(policy, way, device)
-            compute_gradients(policy, batch, config_of(way))
+            compute_gradients(policy, head_of(way, policy, device), batch, config_of(way))
             shards = {param: tensor.grad.to_local() for param, tensor in sharded_parameters(policy).items()}
             gradient[name] = torch.cat([shard.flatten() for shard in shards.values()])
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"

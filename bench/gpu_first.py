@@ -24,7 +24,7 @@ import engine as engine_module
 import grpo
 from bench.gpu_smoke import used_gib
 from bench.head import ROOT
-from bench.train_step import QWEN, TINY, compute_gradients, config_of, random_batch, random_policy, seconds, set_way
+from bench.train_step import QWEN, TINY, TOKENIZER, config_of, head_of, random_batch, random_policy, seconds
 from support.run import start
 from support.system.exits import exit_process
 
@@ -101,16 +101,16 @@ def profile(device: torch.device, ranks, dry: bool, out: Path) -> dict[str, str]
     """3: shares of the GPU's time (of a CPU's, dry), by kernels and by the operation that launched them, with prompts
     shared and not; and the share of the wall clock in which the GPU works."""
     model = random_policy(TINY if dry else QWEN, device, config_of("one pass").policy.precision)
-    set_way(model, "torch" if dry else "one pass", device)
+    head_options = head_of("torch" if dry else "one pass", model, device)
     if not dry:
         model.compile_blocks()
     shares = {}
     for shared in (True, False):
         cfg = config_of("one pass", f"policy.sequence_packing.share_prefix={shared}")
-        batch = random_batch(cfg, model.vocab_limit, 4 if dry else 32, ranks, device)
-        wall = seconds(lambda batch=batch, cfg=cfg: compute_gradients(model, batch, cfg), 3)
+        batch = random_batch(cfg, TOKENIZER[model.config.vocab_size], 4 if dry else 32, ranks, device)
+        wall = seconds(lambda batch=batch, cfg=cfg: grpo.compute_gradients(model, head_options, batch, cfg), 3)
         with torch.profiler.profile(profile_memory=False) as measured:
-            compute_gradients(model, batch, cfg)
+            grpo.compute_gradients(model, head_options, batch, cfg)
         rows = measured.key_averages()
         name = "shared" if shared else "whole"
         sort = "self_cpu_time_total" if dry else "self_cuda_time_total"
@@ -140,13 +140,17 @@ def blocks(device: torch.device, ranks, dry: bool) -> dict[str, str]:
         took = []
         for num_layers in (hf["num_hidden_layers"], 1):
             model = random_policy(hf | {"num_hidden_layers": num_layers}, device, cfg.policy.precision)
-            set_way(model, "torch" if dry else "one pass", device)
+            head_options = head_of("torch" if dry else "one pass", model, device)
             for block in model.model["layers"]:
                 block.recompute = recompute
             if not dry:
                 model.compile_blocks()
-            batch = random_batch(cfg, model.vocab_limit, 4 if dry else 32, ranks, device)
-            took.append(seconds(lambda model=model, batch=batch: compute_gradients(model, batch, cfg), 2))
+            batch = random_batch(cfg, TOKENIZER[model.config.vocab_size], 4 if dry else 32, ranks, device)
+
+            def run(model=model, head_options=head_options, batch=batch) -> None:
+                grpo.compute_gradients(model, head_options, batch, cfg)
+
+            took.append(seconds(run, 2))
             num_tokens = sum(len(micro.token_T) for micro in batch.micros)
             del model, batch
         a_block = (took[0] - took[1]) / (hf["num_hidden_layers"] - 1) / num_tokens

@@ -22,12 +22,13 @@ from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
+from head import HeadOptions, response_logps
 from pack import make_minibatches
 from rollout import sample_step
 from support.check.preflight import read_inputs
 from support.hf.weights import sharded_parameters
 from support.inputs import reader
-from support.run.start import build
+from support.run.start import build, build_head
 from support.system.exits import exit_process
 from support.system.ranks import Ranks, start_process_group
 
@@ -46,10 +47,13 @@ def runner_of(worker) -> str:
 
 
 @torch.no_grad()
-def gap(policy: model.Decoder, samples: list, cfg, ranks: Ranks, device: torch.device) -> float:
+def gap(policy: model.Decoder, head_options: HeadOptions, samples: list, cfg, ranks: Ranks, device) -> float:
     """Mean |sampler - trainer| logp."""
     minibatch = make_minibatches(samples, [1.0] * len(samples), cfg, ranks, device)[0]
-    gaps = [(policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs() for micro in minibatch.micros]
+    gaps = []
+    for micro in minibatch.micros:
+        logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head_options)
+        gaps.append((logp_R - micro.sampler_logp_R).abs())
     return torch.cat(gaps).mean().item()
 
 
@@ -95,6 +99,7 @@ def main() -> None:
     given = read_inputs(cfg)
     ranks, device = start_process_group(tp_size=1)
     line: dict = facts() | {"used_GiB_before": used_gib()}
+    head_options = build_head(cfg, given, device)
     policy, sampler = build(cfg, given, ranks, device)
     engine = sampler.engine
     line["model_runner"] = engine.llm.collective_rpc(runner_of)[0]
@@ -112,14 +117,15 @@ def main() -> None:
         return sample_step(sampler, cfg, given.train, given.train.start(), 1, 1).trained
 
     def gap_of(samples: list) -> float:
-        return gap(policy, samples, cfg, ranks, device)
+        return gap(policy, head_options, samples, cfg, ranks, device)
 
     limit = 1e-4 if args.dry else 0.05
-    check("canary after a sync", check_canary(policy, engine, None, device, "after a sync"), limit)
+    check("canary after a sync", check_canary(policy, head_options, engine, None, device, "after a sync"), limit)
     engine.sleep(keep_weights=True)  # as for a reward model: the weights are not sent again
     engine.wake("weights")
     engine.wake("kv_cache")
-    check("canary after sleep and wake", check_canary(policy, engine, None, device, "after a wake"), limit)
+    canary_gap = check_canary(policy, head_options, engine, None, device, "after a wake")
+    check("canary after sleep and wake", canary_gap, limit)
     check_sync(policy, engine, sample, gap_of, limit)
 
     prompts = [row.prompt_ids for row in next(iter(given.train.datasets.values())).problems[: 64 if args.dry else 2048]]

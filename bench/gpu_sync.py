@@ -25,6 +25,7 @@ from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
 from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
+from head import HeadOptions
 from support.hf.weights import sharded_parameters
 from support.system.exits import exit_process
 from support.system.ranks import start_process_group
@@ -57,8 +58,8 @@ def main() -> None:
     _, device = start_process_group(tp_size=1)
     hf = TINY if args.dry else QWEN
     policy = random_policy(hf, device, cfg.policy.precision)
-    policy.vocab_limit = hf["vocab_size"] - 6 if args.dry else 151_665
-    tokenizer = SimpleNamespace(vocab_size=policy.vocab_limit, eos_token_ids=[policy.vocab_limit - 1])
+    vocab = hf["vocab_size"] - 6 if args.dry else 151_665
+    tokenizer = SimpleNamespace(vocab_size=vocab, eos_token_ids=[vocab - 1])
     num_params = sum(param.numel() for param in sharded_parameters(policy).values())
     line: dict = facts() | {"parameters": num_params, "used_GiB_before_engine": used_gib()}
     engine = Engine(model_folder(hf), policy.config, tokenizer, cfg)
@@ -75,7 +76,7 @@ def main() -> None:
             line["used_GiB_asleep"] = used_gib()
         line["sync_seconds"].append(seconds(partial(sync, version)))
     line["used_GiB_awake"] = used_gib()
-    line["canary_logp_gap"] = check_canary(policy, engine, None, device, "after a sync")
+    line["canary_logp_gap"] = check_canary(policy, HeadOptions(vocab=vocab), engine, None, device, "after a sync")
     if not args.dry:  # a CPU's engine gets a tied head twice
         check("bytes sent, over two for each parameter", line["bytes_sent"] / (2 * num_params), 1)
     check("logp gap of random weights after a sync", line["canary_logp_gap"], 0.05)

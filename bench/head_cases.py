@@ -1,11 +1,11 @@
-"""What bench/head.py measures: the inputs, their float64 oracle, the heads by name, and one run of a head.
+"""What bench/head.py measures: the inputs, the reference in float64, the heads by name, and one run of a head.
 
 A shape is (N rows, D, V rows of the weight, vocab): of the V, the tokenizer has the first `vocab`. The logits of the
 others are near -300, as of ids that are never sampled: so heads that know no vocabulary compute the same numbers.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from bench import peers
 from config import LossConfig
-from kernels import KernelBackend, LossPath, linear_logp, linear_loss
+from head import HeadOptions, LossPath, linear_loss
+from kernels import linear_logp
+from kernels.backend import KernelBackend
+from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss
 
 BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "linear_loss", "linear_loss, 512 rows", "linear_logp"
@@ -47,7 +50,8 @@ def make_inputs(
     hidden_ND += torch.randn(num_rows, width, **like) * (3 / (0.02 * width**0.5))
     hidden_ND[:, 0] = 1
     x = Inputs(hidden_ND.to(dtype), weight_VD, target_N, vocab)
-    logp_N = torch.cat([logp for _, logp, _ in exact_rows(x, torch.float64 if device == "cuda" else torch.float32)])
+    wide = torch.float64 if device == "cuda" else torch.float32
+    logp_N = torch.cat([exact_logp(x, rows, wide) for rows in parts_of(num_rows)])
     x.old_N = logp_N.float() + 0.2 * torch.rand(num_rows, **like) - 0.1
     length = peers.seq_len(num_rows)
     x.adv_N = torch.randn(-(-num_rows // length), **like).repeat_interleave(length)[:num_rows]
@@ -55,37 +59,44 @@ def make_inputs(
     return x
 
 
-def exact_rows(x: Inputs, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, logp_C, all_logp_CV) of chunks, naively, in `dtype`, over the vocabulary."""
-    weight_VD = x.weight_VD[: x.vocab].detach().to(dtype)
-    for start in range(0, len(x.hidden_ND), 512):
-        rows = slice(start, min(start + 512, len(x.hidden_ND)))
-        all_logp_CV = (x.hidden_ND[rows].detach().to(dtype) @ weight_VD.T).log_softmax(1)
-        yield rows, all_logp_CV.gather(1, x.target_N[rows, None])[:, 0], all_logp_CV
+def parts_of(num_rows: int) -> list[slice]:
+    """Rows whose logits fit into memory at once in float64."""
+    return [slice(start, min(start + 512, num_rows)) for start in range(0, num_rows, 512)]
+
+
+def exact_logp(x: Inputs, rows: slice, dtype: torch.dtype) -> Tensor:
+    logp_C, _ = reference_logp(x.hidden_ND[rows].to(dtype), x.weight_VD.to(dtype), x.target_N[rows], vocab=x.vocab)
+    return logp_C
+
+
+def exact_part(x: Inputs, rows: slice, computes: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logp, entropy, dX, dW) of the rows' part of the GRPO or CE loss, whose sum over parts is the loss."""
+    num_rows = len(x.hidden_ND)
+
+    def loss_of(logp_C: Tensor, entropy_C: Tensor) -> Tensor:
+        if computes == "CE":
+            return -logp_C.sum() / num_rows
+        ratio_C = (logp_C - x.old_N[rows]).exp()
+        assert ((ratio_C - 1).abs() < 0.19).all(), "a ratio near the clip"
+        return -(x.adv_N[rows] * ratio_C).sum() / num_rows
+
+    return reference_gradients(loss_of, x.hidden_ND[rows], x.weight_VD, x.target_N[rows], vocab=x.vocab)
 
 
 @torch.no_grad()
 def oracle(x: Inputs) -> dict[str, Tensor]:
     """logp, entropy, and of both losses value, dX and dW, in float64."""
     hidden_ND, num_rows = x.hidden_ND.detach().double(), len(x.hidden_ND)
-    weight_VD = x.weight_VD[: x.vocab].detach().double()
-    slope_ND, grads_KVD = torch.empty_like(hidden_ND), weight_VD.new_zeros(2, *x.weight_VD.shape)
-    grpo_VD, ce_VD = grads_KVD[:, : x.vocab]
-    logp_N, entropy_N, g_N = (hidden_ND.new_empty(num_rows) for _ in range(3))
-    for rows, logp_C, all_logp_CV in exact_rows(x, torch.float64):
-        prob_CV = all_logp_CV.exp()
-        logp_N[rows], entropy_N[rows] = logp_C, -(prob_CV * all_logp_CV).sum(1)
-        slope_CV = prob_CV.neg_()  # of logp in the logits
-        slope_CV[torch.arange(len(logp_C), device=logp_C.device), x.target_N[rows]] += 1
-        ratio_C = (logp_C - x.old_N[rows]).exp()
-        assert ((ratio_C - 1).abs() < 0.19).all(), "a ratio near the clip"
-        g_N[rows] = -x.adv_N[rows] * ratio_C / num_rows
-        slope_ND[rows] = slope_CV @ weight_VD
-        grpo_VD.addmm_(slope_CV.T, hidden_ND[rows] * g_N[rows, None])
-        ce_VD.addmm_(slope_CV.T, hidden_ND[rows], alpha=-1 / num_rows)
-    exact = {"logp": logp_N, "entropy": entropy_N, "GRPO loss": g_N.sum(), "CE loss": -logp_N.mean()}
-    exact |= {"GRPO dX": slope_ND * g_N[:, None], "GRPO dW": grads_KVD[0]}
-    return exact | {"CE dX": -slope_ND / num_rows, "CE dW": grads_KVD[1]}
+    exact = {"logp": hidden_ND.new_empty(num_rows), "entropy": hidden_ND.new_empty(num_rows)}
+    for computes in ("GRPO", "CE"):
+        loss, dX = hidden_ND.new_zeros(()), torch.empty_like(hidden_ND)
+        dW = torch.zeros_like(x.weight_VD, dtype=torch.float64)
+        for rows in parts_of(num_rows):
+            part, exact["logp"][rows], exact["entropy"][rows], dX[rows], part_of_dW = exact_part(x, rows, computes)
+            loss += part
+            dW += part_of_dW
+        exact |= {f"{computes} loss": loss, f"{computes} dX": dX, f"{computes} dW": dW}
+    return exact
 
 
 def ours(backend: KernelBackend) -> Callable:
@@ -102,18 +113,9 @@ def ours(backend: KernelBackend) -> Callable:
         seq_N = torch.arange(num_rows, device=x.old_N.device) // peers.seq_len(num_rows)
         pack = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N, "mask_R": torch.ones_like(x.old_N)}
         pack |= {"seq_R": seq_N, "num_valid_tokens": num_rows, "num_valid_seqs": num_rows, "cfg": LossConfig()}
-        pack_loss = partial(recording_loss, **pack, ref_logp_R=None)
-        loss, _ = linear_loss(
-            x.hidden_ND,
-            x.weight_VD,
-            x.target_N,
-            temperature=1.0,
-            num_grad_rows=num_rows,
-            pack_loss=pack_loss,
-            path=path,
-            vocab=x.vocab,
-            backend=backend,
-        )
+        loss_of = partial(recording_loss, **pack)
+        options = HeadOptions(vocab=x.vocab, backend=backend, path=path)
+        loss, _ = linear_loss(x.hidden_ND, x.weight_VD, x.target_N, loss_of, options, num_grad_rows=num_rows)
         return loss, *seen
 
     return forward

@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -38,7 +37,8 @@ import records
 from attention import PackLayout
 from bench.head import ROOT, facts
 from config import Config
-from kernels import LossPath, choose_backend, linear_logp
+from head import HeadOptions, LossPath
+from kernels.backend import choose_backend
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
@@ -77,9 +77,13 @@ def config_of(way: str, *overrides: str) -> Config:
     return reader.load(ROOT / "configs/math_1b.yaml", [*own, *overrides])
 
 
-def set_way(model: nn.Module, way: str, device: torch.device, pack_tokens: int = 8192) -> None:
-    model.backend = choose_backend(WAYS[way][0], device.type, None, pack_tokens)
-    model.loss_path = LossPath(WAYS[way][1], zero_adv_has_grad=False)
+def head_of(way: str, model: Decoder, device: torch.device, pack_tokens: int = 8192) -> HeadOptions:
+    backend, kind = WAYS[way]
+    return HeadOptions(
+        vocab=TOKENIZER[model.config.vocab_size],
+        backend=choose_backend(backend, device.type, None, pack_tokens),
+        path=LossPath(kind, zero_adv_has_grad=False),
+    )
 
 
 @torch.no_grad()
@@ -90,7 +94,6 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     mesh = dist.init_device_mesh(device.type, (1,))
     shard(model, mesh, precision=precision)
     model.to_empty(device=device)
-    model.vocab_limit = TOKENIZER[model.config.vocab_size]
     generator = torch.Generator(device).manual_seed(0)
     for name, param in sharded_parameters(model).items():
         if name.endswith("norm.weight"):
@@ -124,16 +127,10 @@ class HeadAlone(nn.Module):
         super().__init__()
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
-        self.temperature = model.temperature
-        self.vocab_limit = model.vocab_limit
-        self.backend = model.backend
-        self.loss_path = model.loss_path
 
-    def forward(self, token_T, position_T, layout, pos_R, target_R, *, head_fn=None) -> tuple:
+    def forward(self, token_T, position_T, layout, pos_R, head: Callable) -> tuple:
         hidden_RD = self.weight_VD.new_empty(len(pos_R), self.weight_VD.shape[1]).normal_().requires_grad_()
-        head_fn = head_fn or partial(linear_logp, return_entropy=True)
-        options = {"vocab": self.vocab_limit, "temperature": self.temperature, "backend": self.backend}
-        return head_fn(hidden_RD, self.weight_VD, target_R, **options)
+        return head(hidden_RD, self.weight_VD)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         loss.backward()
@@ -175,8 +172,8 @@ def main() -> None:
         model.compile_blocks()
     peak = 1e12 * PEAK_TFLOPS.get(torch.cuda.get_device_name(), 0) if device.type == "cuda" else 0
     print(choose_attention(device, getattr(torch, cfg.policy.precision)))
-    head = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
-    vocab = model.vocab_limit
+    head_alone = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
+    vocab = TOKENIZER[model.config.vocab_size]
     optimizer = build_optimizer(model, cfg.policy.optimizer)
     packing = "policy.sequence_packing"
     for way, share_prefix, pack_tokens, defers in CASES:
@@ -184,18 +181,17 @@ def main() -> None:
         batch = random_batch(cfg, vocab, args.samples, ranks, device)
         model.defers_sync = defers
         work = count(model, batch)
-        set_way(model, way, device, pack_tokens)
-        set_way(head, way, device, pack_tokens)
+        head_options = head_of(way, model, device, pack_tokens)
 
-        def step(cfg=cfg, batch=batch) -> None:
-            grpo.compute_gradients(model, batch, cfg)
+        def step(cfg=cfg, batch=batch, head_options=head_options) -> None:
+            grpo.compute_gradients(model, head_options, batch, cfg)
             clip_grad_norm(model, cfg.policy.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        def head_alone(cfg=cfg, batch=batch) -> None:
-            grpo.compute_gradients(head, batch, cfg)
-            head.zero_grad(set_to_none=True)
+        def step_of_head(cfg=cfg, batch=batch, head_options=head_options) -> None:
+            grpo.compute_gradients(head_alone, head_options, batch, cfg)
+            head_alone.zero_grad(set_to_none=True)
 
         line = {"way": way, "share_prefix": share_prefix, "pack_tokens": pack_tokens, "defers_sync": defers}
         line |= {"num_packs": len(batch.micros), "compiled": compiled} | work
@@ -204,7 +200,7 @@ def main() -> None:
         line["seconds"] = seconds(step, args.rounds)
         if device.type == "cuda":
             line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        line["head_seconds"] = seconds(head_alone, args.rounds)
+        line["head_seconds"] = seconds(step_of_head, args.rounds)
         pack = batch.micros[0]  # the layout of which the host makes once, for all forwards
         of_pack = (pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
         line["layout_ms"] = 1e3 * seconds(lambda of_pack=of_pack: PackLayout.of(*of_pack), 20)

@@ -1,8 +1,16 @@
-"""The output layer and the loss on top of it, without logits of all rows in memory: Triton kernels or PyTorch."""
+"""The output layer without logits of all rows in memory, in Triton or PyTorch: tensors only.
 
-from kernels.backend import KernelBackend, LossPath, choose_backend
-from kernels.linear_logp import linear_logp
-from kernels.linear_loss import linear_loss
-from kernels.softmax import SamplingFilter
+    linear_logp   log-probabilities and entropies, differentiable: the interface of this package
 
-__all__ = ["KernelBackend", "LossPath", "SamplingFilter", "choose_backend", "linear_logp", "linear_loss"]
+logp.py has the mathematics, reference.py the same in four lines and with all logits, chunks.py a chunk of logits and
+what is computed from it, row_kernels.py Triton's kernels.
+"""
+
+from importlib import import_module
+
+
+def __getattr__(name: str):
+    """`kernels.linear_logp`, imported at its first use: --check imports kernels.sizes, and has no torch."""
+    if name == "linear_logp":
+        return import_module("kernels.logp").linear_logp
+    raise AttributeError(f"module 'kernels' has no attribute {name!r}")

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = (
     ("config",),
     ("support/__init__", "kernels", "judges", "support/system", "records"),
-    ("envs", "advantages", "loss", "attention"),
+    ("envs", "advantages", "loss", "head", "attention"),
     ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora", "pack"),
     ("model", "engine"),
-    ("metrics", "loss_path", "rollout"),
+    ("metrics", "rollout"),
     ("gap",),
     ("optim",),
     ("support/run", "support/split"),

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from config import Config
+from kernels import sizes
 from support.hf.lora_layers import factor_shapes
 from support.inputs.model_config import ModelConfig
 
 GIB = 2**30
 NUMBER = {"bfloat16": 2, "float32": 4}
-CHUNK_BYTES = int(3.25 * GIB)  # kernels/backend.py, which imports torch
-CHUNK_ELEMENTS = 1 << 28  # kernels/softmax.py
 # Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
 CONTEXT = 2.5 * GIB
 OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
@@ -172,16 +171,18 @@ class Plan:
         return self.gathered(newest) - self.precision * newest
 
     def logits(self, to_train: bool) -> float:
-        """A chunk of the head's logits (kernels.softmax.logit_chunks), with top_p sorted a part at a time. PyTorch has
+        """A chunk of the head's logits (kernels.chunks.logit_chunks), with top_p sorted a part at a time. PyTorch has
         copies: exp z, dz."""
-        m, policy = self.model, self.cfg.policy
-        sorts = (20 << 24) * (policy.generation.top_p < 1)  # SamplingFilter: 20 for each of SORT_ELEMENTS
+        policy = self.cfg.policy
+        sorts = 0
+        if policy.generation.top_p < 1:
+            sorts = sizes.SORT_BYTES * sizes.SORT_ELEMENTS["cuda"]
         if policy.kernel_backend != "torch":
-            stride = -(-m.vocab_size // 16) * 16
-            most = policy.logprob_chunk_size or max(1024, CHUNK_BYTES // (4 * stride) // 128 * 128)
-            equal = -(-self.tokens // -(-self.tokens // most) // 128) * 128  # KernelBackend.rows
-            return 4 * stride * min(most, equal) + sorts
-        chunk = 4 * self.vocab * min(self.tokens, max(1, CHUNK_ELEMENTS // self.vocab))
+            stride = sizes.row_stride(self.model.vocab_size)
+            rows = sizes.triton_rows(self.tokens, stride, policy.logprob_chunk_size)
+            return 4 * stride * rows + sorts
+        rows = min(self.tokens, sizes.torch_rows(self.vocab, "cuda"))
+        chunk = 4 * self.vocab * rows
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
         return max(chunk + sorts, chunk * copies)
 

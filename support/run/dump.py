@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from tokenizers.decoders import DecodeStream
 
+from head import response_logps
 from pack import assign_to_ranks, empty_pack, pack_samples, to_device
 from records import Grade, Sample
 from support.inputs.resume import VERSION
@@ -122,7 +123,8 @@ def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     packs += [empty_pack()] * (max(1, *gather(len(packs))) - len(packs))
     places = _places(samples, [sample for part in parts for sample in part])
     for pack in packs:
-        logp_R, entropy_R = model(*to_device(pack, device).model_inputs)
+        micro = to_device(pack, device)
+        logp_R, entropy_R = response_logps(model, micro.model_inputs, micro.target_R, run.head_options)
         tokens["logp_T"][places[pack.source_R]] = logp_R.cpu().numpy()
         tokens["entropy_T"][places[pack.source_R]] = entropy_R.cpu().numpy()
     tensors = {name: torch.from_numpy(tokens[name].copy()) for name in TOKENS.names}

@@ -35,10 +35,10 @@ class RewardDecoder(Decoder):
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout, pos_S: Tensor) -> Tensor:
         """score_S at positions pos_S of the pack, in float32: bfloat16 would round scores to 3 digits."""
 
-        def score(hidden_SD: Tensor, *_, **__) -> Tensor:
+        def score(hidden_SD: Tensor, _: Tensor) -> Tensor:
             return hidden_SD.float() @ self.score.weight[0].float()
 
-        return super().forward(token_T, position_T, layout, pos_S, head_fn=score)
+        return super().forward(token_T, position_T, layout, pos_S, score)
 
 
 class RewardModel:

@@ -15,9 +15,10 @@ from torch.nn.attention import activate_flash_attention_impl
 from attention import uses_flash_attention
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
-from kernels import LossPath, SamplingFilter, choose_backend
+from head import HeadOptions, LossPath, choose_loss_path
+from kernels.backend import choose_backend
+from kernels.filter import SamplingFilter
 from loss import policy_loss
-from loss_path import choose_loss_path
 from model import Decoder, Reference, load_policy
 from optim import build_optimizer
 from pack import needs_old_logps
@@ -82,6 +83,7 @@ class Run(Job):
     """Everything that lives from the first step to the last."""
 
     model: Decoder
+    head_options: HeadOptions
     optimizer: Optimizer
     engine: Engine | Generators
     sampler: Sampler | Generators
@@ -147,7 +149,9 @@ def set_up(job: Job) -> Run:
     """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
     cfg, inputs, ranks, device, memory = job.cfg, job.inputs, job.ranks, job.device, job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
+    head_options = build_head(cfg, inputs, device)
     model, sampler = build(cfg, inputs, ranks, device)
+    ranks.print_rank0(head_options.describe(model.config.vocab_size))
     expand_segments()  # vLLM has made its memory pools, and sleeps
     weights = memory.plan.states().get("weights", 0)
     memory.engine_bytes = torch.cuda.memory_allocated() - weights
@@ -161,6 +165,7 @@ def set_up(job: Job) -> Run:
     run = Run(
         **vars(job),
         model=model,
+        head_options=head_options,
         optimizer=build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob),
         engine=sampler.engine,
         sampler=sampler,
@@ -241,6 +246,21 @@ def loss_path_of(cfg: Config) -> LossPath:
     )
 
 
+def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOptions:
+    """What the run computes from the logits, and how."""
+    policy = cfg.policy
+    if policy.kernel_backend == "triton" and device.type != "cuda":
+        raise ConfigError("policy.kernel_backend=triton needs CUDA: set it to auto or torch")
+    pack_rows = policy.pack_tokens(device.type)
+    return HeadOptions(
+        temperature=policy.generation.temperature,
+        vocab=inputs.tokenizer.vocab_size,
+        sampling_filter=sampling_filter_of(policy.generation),
+        backend=choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size, pack_rows),
+        path=loss_path_of(cfg),
+    )
+
+
 def sampling_filter_of(cfg: GenerationConfig) -> SamplingFilter | None:
     """None where top_p and top_k keep all tokens."""
     return SamplingFilter(cfg.top_p, cfg.top_k) if cfg.top_p < 1 or cfg.top_k else None
@@ -267,9 +287,6 @@ def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torc
         precision=policy.precision,
         cpu_offload=policy.dtensor_cfg.cpu_offload,
         model_config=model_config,
-        temperature=model.temperature,
-        vocab_limit=model.vocab_limit,
-        backend=model.backend,
     )
     return Reference(model, teacher=teacher.requires_grad_(False).to(dtype))
 
@@ -308,10 +325,6 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
-    if policy.kernel_backend == "triton" and device.type != "cuda":
-        raise ConfigError("policy.kernel_backend=triton needs CUDA: set it to auto or torch")
-    sizes = policy.logprob_chunk_size, policy.pack_tokens(device.type)
-    backend = choose_backend(policy.kernel_backend, device.type, *sizes)
     compiled = compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
     mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
@@ -325,14 +338,9 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
             model_config=inputs.model_config,
             lora=policy.dtensor_cfg.lora_cfg,
             seed=cfg.grpo.seed,
-            temperature=policy.generation.temperature,
-            sampling_filter=sampling_filter_of(policy.generation),
-            vocab_limit=inputs.tokenizer.vocab_size,
             recompute=policy.dtensor_cfg.activation_checkpointing,
             defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
             deterministic=policy.deterministic_attention,
-            backend=backend,
-            loss_path=loss_path_of(cfg),
         )
     if compiled:
         model.compile_blocks()
@@ -343,7 +351,6 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     attention = choose_attention(device, getattr(torch, policy.precision))
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
-        f"{backend.describe(model.config.vocab_size)}; {model.loss_path.describe()}; "
         f"attention: {attention}; "
         f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
     )

@@ -82,7 +82,8 @@ def check_engine(run: Run, step: int) -> Numbers:
     if grpo.canary_period == 0 or step % grpo.canary_period:
         return {}
     with run.timer("canary"):
-        gap = check_canary(run.model, run.engine, grpo.logp_gap_limit, run.device, f"after step {step}")
+        when = f"after step {step}"
+        gap = check_canary(run.model, run.head_options, run.engine, grpo.logp_gap_limit, run.device, when)
     return {"canary_logp_gap": gap}
 
 

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, post, record_draws, serve
+from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, gap_of, post, record_draws, serve
 
 from pack import pack_samples, to_device
 from records import Grade, Sample
@@ -85,8 +85,7 @@ def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch
 
 def largest_gap(case, samples):
     micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[s] for s in samples], 2048)]
-    with torch.no_grad():
-        return max((case.policy(*micro.model_inputs)[0] - micro.sampler_logp_R).abs().max() for micro in micros)
+    return max(gap_of(case, micro) for micro in micros)
 
 
 USER = [{"role": "user", "content": "hi"}]

@@ -4,7 +4,6 @@ its parts at full size. tests/system/test_ranks.py has the same of two ranks."""
 import json
 import random
 import re
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -28,10 +27,13 @@ from config import (
     LossConfig,
     SequencePackingConfig,
 )
-from kernels import KernelBackend, LossPath, SamplingFilter, backend, linear_logp, linear_loss, softmax
+from head import HeadOptions, LossPath, linear_loss
+from kernels import linear_logp, sizes
+from kernels.backend import KernelBackend
+from kernels.filter import SamplingFilter
 from loss import policy_loss
 from support.check import memory_fit
-from support.check.memory_plan import CHUNK_BYTES, CHUNK_ELEMENTS, GIB, Plan
+from support.check.memory_plan import GIB, Plan
 from support.check.rules import check_config
 from support.inputs import reader
 
@@ -117,8 +119,8 @@ def test_what_a_compiled_block_keeps_on_cuda(name, monkeypatch):
 def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
     """The logits and the gradients of linear_loss, with stand-ins for the kernels, which allocate nothing."""
     for kernel in ("row_stats_kernel", "dlogits_kernel"):
-        monkeypatch.setattr(sys.modules["kernels.softmax"], kernel, defaultdict(lambda: lambda *_, **__: None))
-    monkeypatch.setitem(softmax.SORT_ELEMENTS, "meta", softmax.SORT_ELEMENTS["cuda"])
+        monkeypatch.setattr(f"kernels.row_kernels.{kernel}", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setitem(sizes.SORT_ELEMENTS, "meta", sizes.SORT_ELEMENTS["cuda"])
     top_p, top_k = (sampling_filter.top_p, sampling_filter.top_k) if sampling_filter else (1.0, None)
     cfg = run_config(
         logprob_chunk_size=chunk,
@@ -132,15 +134,16 @@ def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
     pack = {"old_logp_R": x_R, "sampler_logp_R": x_R, "adv_R": x_R, "mask_R": x_R, "seq_R": target_R}
     ref_logp_R = x_R if kind == "two passes" else None
     pack |= {"ref_logp_R": ref_logp_R, "num_valid_tokens": 8192, "num_valid_seqs": 16, "cfg": LossConfig()}
-    options = {"temperature": 1.0, "num_grad_rows": 8192, "pack_loss": partial(policy_loss, **pack), "vocab": 151_665}
-    options |= {"path": LossPath(kind), "backend": KernelBackend("triton", chunk), "sampling_filter": sampling_filter}
+    loss_of, needs_unfiltered = partial(policy_loss, **pack), ref_logp_R is not None
+    options = HeadOptions(1.0, 151_665, sampling_filter, KernelBackend("triton", chunk), LossPath(kind))
+    rows = {"num_grad_rows": 8192, "needs_unfiltered": needs_unfiltered}
     with LiveBytes() as live:
-        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, **options)
+        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, loss_of, options, **rows)
         torch.autograd.grad(loss, (hidden_RD, weight_VD))
     planned = plan.train()["the head"]["logits and gradient of the head"]
     twice = weight_VD.nbytes * (kind == "two passes" and sampling_filter is not None)  # dW, which the plan leaves out
     assert planned - hidden_RD.nbytes + twice == pytest.approx(live.largest, rel=0.02)
-    rows = KernelBackend("triton", chunk).rows(8192, 151_936)
+    rows = sizes.triton_rows(8192, 151_936, chunk)
     if sampling_filter is None:
         assert plan.logits(True) == plan.logits(False) == 4 * rows * 151_936
 
@@ -149,8 +152,8 @@ def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
 @pytest.mark.parametrize("top_p, top_k", [(0.9, None), (1.0, 50)])
 def test_scoring_with_a_filter_on_cuda(top_p, top_k, monkeypatch):
     """It needs rows of logits, and for top_p what sorting takes."""
-    monkeypatch.setattr("kernels.softmax.row_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
-    monkeypatch.setitem(softmax.SORT_ELEMENTS, "meta", softmax.SORT_ELEMENTS["cuda"])
+    monkeypatch.setattr("kernels.row_kernels.row_stats_kernel", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setitem(sizes.SORT_ELEMENTS, "meta", sizes.SORT_ELEMENTS["cuda"])
     cfg = run_config(
         sequence_packing=SequencePackingConfig(train_mb_tokens=8192),
         generation=GenerationConfig(top_p=top_p, top_k=top_k),
@@ -163,10 +166,6 @@ def test_scoring_with_a_filter_on_cuda(top_p, top_k, monkeypatch):
     plan = Plan(cfg, LARGE["8B"], 151_665, 8)
     assert plan.logits(False) == pytest.approx(live.largest, rel=0.02)
     assert plan.logits(False) == plan.logits(True)
-
-
-def test_constants_are_those_of_the_kernels():
-    assert (backend.CHUNK_BYTES, softmax.CHUNK_ELEMENTS["cuda"]) == (CHUNK_BYTES, CHUNK_ELEMENTS)
 
 
 def large_plan(name, num_gpus, lora=0, **policy):

@@ -22,7 +22,9 @@ import attention
 import grpo
 from attention import PackLayout, uses_flash_attention
 from gap import Gap
-from kernels import LossPath, choose_backend, linear_logp, softmax
+from head import HeadOptions, LossPath, response_logps
+from kernels import row_kernels, sizes
+from kernels.backend import choose_backend
 from metrics import accumulate
 from model import Decoder
 from optim import build_optimizer, clip_grad_norm, judge_step
@@ -31,7 +33,6 @@ from support.inputs.model_config import ModelConfig
 from support.run import start
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-KERNEL_FILES = [inspect.getmodule(linear_logp), softmax]
 VOCAB = 200  # of the tokenizer; the model has 211 rows
 CHUNK = 48  # rows of logits at once: several chunks, the last one smaller
 QWEN3 = SIZES | {"model_type": "qwen3", "head_dim": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6}
@@ -110,32 +111,33 @@ def launched(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.device == META), raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(attention, "uses_flash_attention", lambda _, dtype: uses_flash_attention("cuda", dtype))
-    monkeypatch.setitem(softmax.CHUNK_ELEMENTS, "meta", CHUNK * VOCAB)  # its entry for "cuda" takes the pack whole
-    for module in KERNEL_FILES:
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel"):
-                monkeypatch.setattr(module, name, Launch(kernel, launched))
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, "meta", CHUNK * VOCAB)  # its entry for "cuda" takes the pack whole
+    for name, kernel in list(vars(row_kernels).items()):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(row_kernels, name, Launch(kernel, launched))
     return launched
 
 
-def policy(way: str, *, recompute: bool) -> Decoder:
-    option, kind, _ = WAYS[way]
+def policy(*, recompute: bool) -> Decoder:
     with META:
         model = Decoder(ModelConfig.from_hf(QWEN3))
     for block in model.model["layers"]:
         block.recompute = recompute
-    model.vocab_limit = VOCAB
-    model.backend = choose_backend(option, "cuda", CHUNK)
-    model.loss_path = LossPath(kind, zero_adv_has_grad=False)
     return model
 
 
-def meta_minibatch(cfg, model, ranks):
+def head_of(way: str) -> HeadOptions:
+    option, kind, _ = WAYS[way]
+    path = LossPath(kind, zero_adv_has_grad=False)
+    return HeadOptions(vocab=VOCAB, backend=choose_backend(option, "cuda", CHUNK), path=path)
+
+
+def meta_minibatch(cfg, path, ranks):
     """Built and counted on the host, as the numbers in it are read: then with its tensors on the device."""
     samples, adv_B = make_samples(VOCAB)
     adv_B[3] = adv_B[12] = 0.0  # rows without a gradient
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
-    finish_minibatches([minibatch], cfg, model.loss_path, 0)
+    finish_minibatches([minibatch], cfg, path, 0)
     for i, micro in enumerate(minibatch.micros):
         tensors = {f.name: getattr(micro, f.name) for f in fields(micro)}
         tensors = {name: x.to(META) for name, x in tensors.items() if isinstance(x, torch.Tensor)}
@@ -196,21 +198,21 @@ def verdict(monkeypatch):
 def test_a_step_on_the_branches_of_cuda(way, share_prefix, launched, one_rank, monkeypatch):
     recompute = way == "one pass"
     cfg = settings(policy={"sequence_packing": replace(settings().policy.sequence_packing, share_prefix=share_prefix)})
-    model = policy(way, recompute=recompute)
-    minibatch = meta_minibatch(cfg, model, one_rank[0])
+    model, head = policy(recompute=recompute), head_of(way)
+    minibatch = meta_minibatch(cfg, head.path, one_rank[0])
     attention_calls = check_attention(monkeypatch, model)
     verdict(monkeypatch)
-    masters, sums = policy(way, recompute=recompute), {}
+    masters, sums = policy(recompute=recompute), {}
     model.bfloat16()
     optimizer = build_optimizer(masters, cfg.policy.optimizer)
     with OnDevice() as on_device:
         for micro in minibatch.micros:
             assert 0 < micro.num_grad_rows < len(micro.pos_R)
             with torch.no_grad():  # as for old and reference log-probabilities
-                micro.old_logp_R, entropy_R = model(*micro.model_inputs)
+                micro.old_logp_R, entropy_R = response_logps(model, micro.model_inputs, micro.target_R, head)
             assert micro.old_logp_R.shape == entropy_R.shape == micro.pos_R.shape
             assert {(x.dtype, x.device) for x in (micro.old_logp_R, entropy_R)} == {(torch.float32, META)}
-            loss, metrics = grpo.compute_loss(model, micro, minibatch, cfg)
+            loss, metrics = grpo.compute_loss(model, head, micro, minibatch, cfg)
             assert (loss.dtype, loss.shape, loss.device) == (torch.float32, (), META)
             loss.backward()
             reduce_gradients(model, masters)

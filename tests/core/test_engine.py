@@ -1,17 +1,21 @@
 """The engine against the trainer and transformers: same tokens, same log-probabilities; a stale one is found."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from dist_case import settings
 from loop import CPU, make_run, train
 from samples import of_version, sample
+from tiny import VOCAB_SIZE
 
 import config
 import envs
 from engine import SamplingOptions, check_versions
 from gap import check_canary
-from kernels import SamplingFilter
+from head import HeadOptions, response_logps
+from kernels.filter import SamplingFilter
 from model import load_policy
 from pack import pack_samples, to_device
 from records import Problem, groups_of
@@ -21,6 +25,7 @@ from support.inputs.tokenizer import Tokenizer
 from support.system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7
+HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)
 OLD = "sampler and trainer disagree by"
 
 
@@ -30,8 +35,6 @@ def policy(request, one_rank, tiny):
     _, device, mesh = one_rank
     lora = config.LoRAConfig(enabled=getattr(request, "param", "") == "LoRA")
     model = load_policy(tiny[0], device=device, mesh=mesh, lora=lora)
-    model.temperature = TEMPERATURE
-    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
     if lora.enabled:
         step(model)
     return model
@@ -71,13 +74,13 @@ def samples_of(engine, tokenizer, one_rank):
     return draw_samples
 
 
-def gaps(policy, samples):
+def gaps(policy, samples, head=HEAD):
     """|sampler - trainer| of every sampled token, through the packs that training uses."""
     gap = []
     for pack in pack_samples(groups_of(samples), 2048):
         micro = to_device(pack, CPU)
         with torch.no_grad():
-            logp_R, _ = policy(*micro.model_inputs)
+            logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head)
         gap.append((logp_R - micro.sampler_logp_R).abs())
     return torch.cat(gap)
 
@@ -89,14 +92,14 @@ def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, 
     gap = gaps(policy, samples)
     assert len(gap) == sum(int(s.mask.sum()) for s in samples) >= 10_000
     assert gap.max() <= 1e-4, gap.max()
-    assert max(s.output_ids.max() for s in samples) < policy.vocab_limit < tiny[1].config.vocab_size
+    assert max(s.output_ids.max() for s in samples) < VOCAB_SIZE < tiny[1].config.vocab_size
     # An oracle that shares nothing with us: the padded rows hold probability in transformers' logits and must be cut.
     for s in samples[::37]:
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
         with torch.no_grad():
             logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
-        padded_mass = logits_TV.softmax(-1)[:, policy.vocab_limit :].sum(-1)
-        logp_TV = (logits_TV[:, : policy.vocab_limit] / TEMPERATURE).log_softmax(-1)
+        padded_mass = logits_TV.softmax(-1)[:, VOCAB_SIZE:].sum(-1)
+        logp_TV = (logits_TV[:, :VOCAB_SIZE] / TEMPERATURE).log_softmax(-1)
         expected = logp_TV.gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
         assert (expected - torch.from_numpy(s.sampler_logps)).abs().max() <= 1e-4
         assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
@@ -205,12 +208,12 @@ def test_the_trainer_filters_as_the_sampler(engine, policy, tokenizer, one_rank,
     options = SamplingOptions(TEMPERATURE, 60, top_p, top_k)
     samples = draw(engine, tokenizer, one_rank[0], 16, 4, options)
     assert gaps(policy, samples).mean() > 0.05
-    policy.sampling_filter = SamplingFilter(top_p, top_k)
-    gap = gaps(policy, samples)
+    filtered = replace(HEAD, sampling_filter=SamplingFilter(top_p, top_k))
+    gap = gaps(policy, samples, filtered)
     assert len(gap) > 2000 and gap.max() <= 1e-4, gap.max()
-    assert look(policy, engine) <= 1e-4  # which compares without filter
+    assert check_canary(policy, filtered, engine, 1e-3, CPU, "") <= 1e-4  # which compares without filter
     step(policy)
-    assert gaps(policy, samples).max() == torch.inf  # of other weights the sampled tokens are not all kept
+    assert gaps(policy, samples, filtered).max() == torch.inf  # of other weights the sampled tokens are not all kept
 
 
 def test_a_rank_without_problems_generates_nothing(engine, policy):
@@ -244,7 +247,7 @@ def synced(engine, policy):
 
 
 def look(policy, engine):
-    return check_canary(policy, engine, 1e-3, CPU, "after step 1")
+    return check_canary(policy, HEAD, engine, 1e-3, CPU, "after step 1")
 
 
 def step(policy, only=None):
@@ -260,7 +263,7 @@ def step(policy, only=None):
 
 @WITH_LORA
 def test_skipped_sync(synced, policy):
-    assert synced.vocab_size == policy.vocab_limit
+    assert synced.vocab_size == VOCAB_SIZE
     step(policy)
     with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt, {OLD}"):
         look(policy, synced)

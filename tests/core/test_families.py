@@ -5,16 +5,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
-from tiny import make_tiny
+from tiny import VOCAB_SIZE, make_tiny
 
 import config
 from engine import Engine, SamplingOptions
+from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, to_device
 from records import Sample
 from support.hf.weights import full_tensors
 from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import start_process_group
+
+HEAD = HeadOptions(0.8, VOCAB_SIZE)
 
 
 def gap(engine, policy):
@@ -26,7 +29,8 @@ def gap(engine, policy):
         said = (completion.ids, completion.logps, completion.ids >= 0, "stop", completion.versions)
         (pack,) = pack_samples([[Sample(0, 0, 0, ids, *said)]], 64)
         with torch.no_grad():
-            logp_R, _ = policy(*to_device(pack, torch.device("cpu")).model_inputs)
+            micro = to_device(pack, torch.device("cpu"))
+            logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, HEAD)
         worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())
     return worst
 
@@ -42,7 +46,7 @@ def head_error(engine, policy):
     (hook,) = engine.llm.apply_model(lambda model: model.logits_processor.register_forward_hook(keep))
     gap(engine, policy)
     hook.remove()
-    head_VD = dict(full_tensors(policy, engine.dtype))["lm_head.weight"][: policy.vocab_limit].double()
+    head_VD = dict(full_tensors(policy, engine.dtype))["lm_head.weight"][:VOCAB_SIZE].double()
     return max((logits - hidden @ head_VD.T).abs().max().item() for hidden, logits in seen)
 
 
@@ -52,8 +56,7 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
     make_tiny(folder, family=family, tied=False)
     _, device = start_process_group(tp_size=1)
     tokenizer, mesh = Tokenizer(folder), dist.init_device_mesh("cpu", (1,))
-    sampler = {"temperature": 0.8, "vocab_limit": tokenizer.vocab_size}
-    policy = load_policy(folder, device=device, mesh=mesh, precision=precision, **sampler)
+    policy = load_policy(folder, device=device, mesh=mesh, precision=precision)
     cfg = config.Config(policy=config.PolicyConfig(precision=precision, max_total_sequence_length=64))
     engine = Engine(folder, policy.config, tokenizer, cfg)
     engine.sync(full_tensors(policy, engine.dtype), 0)

@@ -241,7 +241,7 @@ def test_a_run_with_a_filter(run, capfd, kl):
     words += ["policy.generation.top_p=0.9", "policy.generation.top_k=20"]
     words += [f"loss_fn.reference_policy_kl_penalty={kl}", "grpo.val_temperature=1"]
     folder = run(grpo, *words)
-    path = "two passes, autograd of loss.py (the KL is of log-prob" if kl else "one pass, autograd of loss.py; "
+    path = "two passes, autograd of loss.py (the KL is of log-prob" if kl else "one pass, autograd of loss.py"
     assert f"loss: {path}" in capfd.readouterr().out
     steps = [record for record in records(folder) if "train/loss" in record]
     assert [record["step"] for record in steps] == [1, 2]

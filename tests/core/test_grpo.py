@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
-from loop import CPU, make_run, train, train_once, weights
+from loop import CPU, head_of, make_run, train, train_once, weights
 from samples import of_version
+from tiny import VOCAB_SIZE
 
 import config
 import grpo
 from attention import PackLayout
-from kernels import SamplingFilter
+from head import response_logps
 from model import Reference, load_policy
 from pack import make_minibatches
-from support.inputs.tokenizer import Tokenizer
-from support.run.start import loss_path_of
 from support.system.exits import StopRun
 
 
@@ -30,16 +29,13 @@ def ranks(one_rank):
 @pytest.fixture
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    model = load_policy(tiny[0], device=device, mesh=mesh)
-    model.temperature = 0.8
-    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
-    return model
+    return load_policy(tiny[0], device=device, mesh=mesh)
 
 
 @pytest.fixture
-def step(policy):
+def step():
     """(samples, advantages), with rewards."""
-    samples, adv_B = make_samples(policy.vocab_limit)
+    samples, adv_B = make_samples(VOCAB_SIZE)
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.grade.reward = float(adv > 0.3)
     return samples, adv_B
@@ -47,9 +43,8 @@ def step(policy):
 
 def scored(policy, reference, step, cfg, ranks):
     """The minibatches of a step, with everything that the loss needs."""
-    policy.loss_path = loss_path_of(cfg)
     minibatches = make_minibatches(*step, cfg, ranks, CPU)
-    grpo.compute_logprobs(policy, reference, minibatches, cfg, 1)
+    grpo.compute_logprobs(policy, head_of(cfg), reference, minibatches, cfg, 1)
     return minibatches
 
 
@@ -94,7 +89,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, 
 
     def logp(s):
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : policy.vocab_limit] / 0.8
+        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
         return logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
 
     with torch.no_grad():
@@ -223,7 +218,6 @@ def test_the_reference_is_scored_without_filter(policy, step, ranks):
     cfg = settings(loss_fn={"reference_policy_kl_penalty": 0.1})
     reference = Reference(policy)
     (plain,) = scored(policy, reference, step, cfg, ranks)
-    policy.sampling_filter = SamplingFilter(0.5, 10)
     generation = replace(cfg.policy.generation, top_p=0.5, top_k=10)
     cfg = replace(cfg, policy=replace(cfg.policy, generation=generation))
     (filtered,) = scored(policy, reference, step, cfg, ranks)
@@ -242,13 +236,14 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
     num_tokens = sum(int(s.mask.sum()) for s in samples)
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
     # The same three dropped because sampler and trainer disagree on them.
-    samples, adv_B = make_samples(policy.vocab_limit)
+    samples, adv_B = make_samples(VOCAB_SIZE)
     for i, sample in enumerate(samples):
         sample.grade.reward = float(adv_B[i] > 0.3)
         (minibatch,) = make_minibatches([sample], [0.0], settings(), ranks, CPU)
+        (micro,) = minibatch.micros
         with torch.no_grad():
-            logp_R = policy(*minibatch.micros[0].model_inputs)[0].numpy()
-        sample.sampler_logps[sample.mask] = logp_R - (3.0 if i in (0, 7, 19) else 0.01)
+            logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head_of(settings()))
+        sample.sampler_logps[sample.mask] = logp_R.numpy() - (3.0 if i in (0, 7, 19) else 0.01)
     cfg = settings(grpo={"seq_logprob_error_threshold": 2.0})
     metrics, gradients = train_once(policy, samples, adv_B, cfg, ranks)
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
@@ -291,6 +286,6 @@ def test_the_layout_of_a_pack_is_made_once_for_all_its_forwards(policy, step, ra
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     for minibatch in minibatches * cfg.policy.ppo_epochs:
         for micro in minibatch.micros:
-            grpo.compute_loss(policy, micro, minibatch, cfg)[0].backward()
+            grpo.compute_loss(policy, head_of(cfg), micro, minibatch, cfg)[0].backward()
     assert all(micro.old_logp_R is not None and micro.ref_logp_R is not None for micro in micros)
     assert len(made) == len(micros) > 3

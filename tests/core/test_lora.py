@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 import lora as lora_module
 from config import LoRAConfig
+from head import HeadOptions, response_logps
 from lora import LoRALinear, MergedLinear, add_adapters
 from model import Decoder, Reference, load_policy
 from support.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
@@ -27,7 +28,7 @@ def folders(tmp_path_factory):
 
 def load(folder, one_rank, precision="float32", cfg=LORA, *, moved=True, **options):
     """The model with adapters; moved: as training would leave them, with B no longer 0."""
-    options |= {"precision": precision, "lora": cfg, "seed": 3, "vocab_limit": 200}
+    options |= {"precision": precision, "lora": cfg, "seed": 3}
     model = load_policy(folder, device="cpu", mesh=one_rank[2], **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -40,7 +41,8 @@ def load(folder, one_rank, precision="float32", cfg=LORA, *, moved=True, **optio
 def backward(model, pack=None):
     """Gradients of what is trained, whole, of the sum of the log-probabilities of LENGTHS."""
     pack = pack or make_pack(LENGTHS, vocab=200)
-    logp_R, _ = model(*pack, *response_rows(LENGTHS, pack[0]))
+    pos_R, target_R = response_rows(LENGTHS, pack[0])
+    logp_R, _ = response_logps(model, (*pack, pos_R), target_R, HeadOptions(vocab=200))
     logp_R.sum().backward()
     return {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
 

@@ -1,4 +1,4 @@
-"""loss_path.py: edits of loss.py are trained, whatever they are, and the start-up line says how.
+"""head.py: edits of loss.py are trained, whatever they are, and the start-up line says how.
 
 Each edit is made on a copy of loss.py. What the model gets is compared with autograd of the edited `policy_loss` on all
 logits in float64. Triton's kernels run in its interpreter (conftest.py), or on the GPU where there is one.
@@ -15,19 +15,19 @@ import torch
 from cases import long_but
 from loss_cases import MODES, WEIGHTS, allowed
 
-import kernels.softmax
+import head
 import loss as original
-import loss_path
 from config import ConfigError, LossConfig
-from kernels import KernelBackend, linear_loss
-from kernels.linear_loss import DEVIATION, one_pass_problem
-from loss_path import choose_loss_path
+from head import DEVIATION, HeadOptions, choose_loss_path, linear_loss, one_pass_problem
+from kernels import sizes
+from kernels.backend import KernelBackend
+from kernels.reference import reference_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 PPO = "loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)"
-END = "    with torch.no_grad():\n        metrics: Metrics ="
+END = "    metrics: Metrics = {}\n    if with_metrics:"
 EDITS = {  # name: (text of loss.py, what it becomes)
     "scaled by 0": (PPO, PPO.replace("torch", "0 * torch")),
     "bound": ("1 + cfg.ratio_clip_max)", "1 + cfg.ratio_clip_max / 2)"),
@@ -81,12 +81,13 @@ def make_case(cfg):
 
 def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
     """Gradients in hidden and weight, in float64, with all logits."""
-    leaves = [x.double().requires_grad_() for x in (hidden_RD, weight_VD)]
-    all_logp_RV = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
-    entropy_R = -(all_logp_RV.exp() * all_logp_RV).sum(-1)
     pack = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in pack.items()}
-    loss, _ = policy_loss(all_logp_RV.gather(1, target_R[:, None])[:, 0], entropy_R=entropy_R, **pack)
-    return torch.autograd.grad(loss, leaves)
+
+    def loss_of(logp_R, entropy_R):
+        return policy_loss(logp_R, entropy_R=entropy_R, **pack)[0]
+
+    *_, grad_hidden, grad_weight = reference_gradients(loss_of, hidden_RD, weight_VD, target_R, temperature=0.7)
+    return grad_hidden, grad_weight
 
 
 def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
@@ -95,9 +96,9 @@ def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-    options = {"temperature": 0.7, "num_grad_rows": int(moved_R.sum()), "path": path, "backend": backend}
-    pack_loss = partial(policy_loss, **pack)
-    loss, metrics = linear_loss(hidden_RD[order_R], weight_VD, target_R[order_R], pack_loss=pack_loss, **options)
+    options = HeadOptions(0.7, backend=backend, path=path)
+    inputs = (hidden_RD[order_R], weight_VD, target_R[order_R], partial(policy_loss, **pack), options)
+    loss, metrics = linear_loss(*inputs, num_grad_rows=int(moved_R.sum()))
     loss.backward()
     return (hidden_RD.grad, weight_VD.grad), metrics
 
@@ -109,7 +110,7 @@ def relative_errors(got, want):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """16 rows of 37 logits with PyTorch too."""
-    monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE.type, 16 * 37)
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE.type, 16 * 37)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,10 @@ def test_which_options_couple_tokens(every):
             weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
             want = gspo and (cfg.old_logprobs == "sampler" or not moves)
             want |= cfg.use_importance_sampling_correction and weights and moves
-            coupled, depends_on_pack, idle = loss_path._probe(original.policy_loss, cfg, has_old, has_ref=False)
-            assert coupled == want and not depends_on_pack, (cfg, has_old)
+            packs = list(head.probe_packs(cfg, has_old, has_ref=False))
+            coupled = head.depends_on_other_tokens(original.policy_loss, packs)
+            idle = head.has_gradient_at_zero_advantage(original.policy_loss, packs)
+            assert coupled == want and not head.depends_on_pack(original.policy_loss, packs), (cfg, has_old)
             assert gspo or not idle, "a token of advantage 0 has a gradient"
             seen.add(coupled)
     assert seen == {True, False}

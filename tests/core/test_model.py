@@ -22,6 +22,7 @@ from samples import groups_that_share_prompts
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
+from head import HeadOptions, response_logps
 from model import ModelConfig, load_policy
 from pack import assign_to_ranks, pack_samples, to_device
 from support.hf.weights import full_tensors, load_weights, save_hf
@@ -74,10 +75,10 @@ def test_packed_equals_one_by_one(folders, family):
 
 
 def test_logp_and_entropy_are_those_of_the_logits(folders):
-    model = load_policy(folders["qwen2"][0], device="cpu", temperature=0.7, vocab_limit=200)
+    model = load_policy(folders["qwen2"][0], device="cpu")
     token_T, position_T, layout = make_pack(LENGTHS, vocab=200)
     pos_R, target_R = response_rows(LENGTHS, token_T)
-    logp_R, entropy_R = model(token_T, position_T, layout, pos_R, target_R)
+    logp_R, entropy_R = response_logps(model, (token_T, position_T, layout, pos_R), target_R, HeadOptions(0.7, 200))
     logits_TV = model(token_T, position_T, layout).detach().double()
     for i, (row, target) in enumerate(zip(pos_R.tolist(), target_R.tolist(), strict=True)):
         scaled = [value / 0.7 for value in logits_TV[row, :200].tolist()]
@@ -90,9 +91,9 @@ def test_logp_and_entropy_are_those_of_the_logits(folders):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])  # tied, untied
 def test_no_response_rows_gives_zero_gradients_everywhere(folders, family):
-    model = load_policy(folders[family][0], device="cpu", vocab_limit=200)
+    model = load_policy(folders[family][0], device="cpu")
     none = torch.zeros(0, dtype=torch.int64)
-    logp_R, entropy_R = model(*make_pack([1]), none, none)
+    logp_R, entropy_R = response_logps(model, (*make_pack([1]), none), none, HeadOptions(vocab=200))
     assert logp_R.shape == entropy_R.shape == (0,)
     logp_R.sum().backward()
     for name, param in model.named_parameters():
@@ -110,9 +111,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
     for share in assign_to_ranks(samples, 2, max_tokens, share_prefix):
         for pack in pack_samples(share, max_tokens):
             micro = to_device(pack, torch.device("cpu"))
-            logits_RV = model(
-                *micro.model_inputs, head_fn=lambda hidden_RD, weight_VD, *_, **__: hidden_RD @ weight_VD.T
-            )
+            logits_RV = model(*micro.model_inputs, lambda hidden_RD, weight_VD: hidden_RD @ weight_VD.T)
             logp_R = logits_RV.log_softmax(-1).gather(1, micro.target_R[:, None])[:, 0]
             (logp_R * torch.sin(3 * micro.adv_R.double() + micro.target_R)).sum().backward()
             logps |= {number: logp_R[micro.adv_R == number].detach() for number in micro.adv_R.unique().tolist()}
@@ -135,8 +134,8 @@ def test_shared_prompts_change_nothing_in_float64(folders, family, recompute):
             assert (grad - expected_gradients[name]).norm() <= 1e-12 * grad.norm(), name
 
 
-def logp_loss(model, pack, pos_R, target_R):
-    logp_R, _ = model(*pack, pos_R, target_R)
+def logp_loss(model, pack, pos_R, target_R, vocab=None):
+    logp_R, _ = response_logps(model, (*pack, pos_R), target_R, HeadOptions(vocab=vocab))
     return -logp_R.sum()
 
 
@@ -145,17 +144,17 @@ def logp_loss(model, pack, pos_R, target_R):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_one_rank_equals_the_plain_model(folders, family, recompute, one_rank, monkeypatch):
     folder, pack = folders[family][0], make_pack(LENGTHS, vocab=200)
-    plain, rows = load_policy(folder, device="cpu", vocab_limit=200), response_rows(LENGTHS, pack[0])
+    plain, rows = load_policy(folder, device="cpu"), response_rows(LENGTHS, pack[0])
     expected_TV = plain(*pack)
-    logp_loss(plain, pack, *rows).backward()
+    logp_loss(plain, pack, *rows, vocab=200).backward()
     plain_grads = grads(plain)
-    model = load_policy(folder, device="cpu", mesh=one_rank[2], vocab_limit=200, recompute=recompute)
+    model = load_policy(folder, device="cpu", mesh=one_rank[2], recompute=recompute)
     assert [name for name, _ in model.named_parameters()] == list(plain_grads)
     with torch.no_grad():
         assert torch.equal(model(*pack), expected_TV)
     calls, attention = [], model_module.packed_attention
     monkeypatch.setattr(model_module, "packed_attention", lambda *args: calls.append(1) or attention(*args))
-    logp_loss(model, pack, *rows).backward()
+    logp_loss(model, pack, *rows, vocab=200).backward()
     num_blocks = SIZES["num_hidden_layers"]
     assert len(calls) == num_blocks + (num_blocks if recompute is True else recompute)
     for name, param in model.named_parameters():
@@ -184,9 +183,9 @@ def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
     pack = make_pack(LENGTHS, vocab=200)
     found = []
     for recompute in (False, True, 1):
-        options = {"precision": "bfloat16", "vocab_limit": 200, "recompute": recompute}
+        options = {"precision": "bfloat16", "recompute": recompute}
         model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], **options)
-        logp_loss(model, pack, *response_rows(LENGTHS, pack[0])).backward()
+        logp_loss(model, pack, *response_rows(LENGTHS, pack[0]), vocab=200).backward()
         found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
     assert all(torch.equal(grad, each[name]) for each in found[1:] for name, grad in found[0].items())
     assert any(grad.abs().max() > 0 for grad in found[0].values())

@@ -52,10 +52,7 @@ class Script(envs.Environment):
 @pytest.fixture(scope="module")
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    model = load_policy(tiny[0], device=device, mesh=mesh)
-    model.temperature = TEMPERATURE
-    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
-    return model
+    return load_policy(tiny[0], device=device, mesh=mesh)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from dist_case import settings
 from hf_folders import make_pack, response_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from head import HeadOptions, response_logps
 from model import Reference, load_policy
 from support.hf.weights import sharded_parameters
 from support.run.start import reference_dtype
@@ -21,7 +22,8 @@ def policy(one_rank, tiny):
 @torch.no_grad()
 def logps(model):
     pack = make_pack([30, 5])
-    return torch.stack(model(*pack, *response_rows([30, 5], pack[0])))
+    pos_R, target_R = response_rows([30, 5], pack[0])
+    return torch.stack(response_logps(model, (*pack, pos_R), target_R, HeadOptions()))
 
 
 @torch.no_grad()
@@ -57,11 +59,11 @@ def test_a_teacher_scores_with_its_own_weights_and_shape(policy, one_rank, tmp_p
     options = {"vocab_size": policy.config.vocab_size, "num_hidden_layers": 3, "head_dim": 16, **size}
     theirs = AutoModelForCausalLM.from_config(Qwen3Config(**options, tie_word_embeddings=True)).eval()
     theirs.save_pretrained(tmp_path)
-    teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2], temperature=0.7).requires_grad_(False)
+    teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2]).requires_grad_(False)
     before, reference, pack = logps(policy), Reference(policy, teacher=teacher), make_pack([30, 5])
     with reference.in_place_of(policy) as scorer, torch.no_grad():
         pos_R, target_R = response_rows([30, 5], pack[0])
-        logp_R, _ = scorer(*pack, pos_R, target_R)
+        logp_R, _ = response_logps(scorer, (*pack, pos_R), target_R, HeadOptions(temperature=0.7))
         parts = [theirs(ids[None]).logits[0] for ids in pack[0].split([30, 5])]
     want_RV = (torch.cat(parts)[pos_R] / 0.7).log_softmax(-1)
     torch.testing.assert_close(logp_R, want_RV.gather(1, target_R[:, None])[:, 0], rtol=0, atol=1e-4)

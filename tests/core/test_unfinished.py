@@ -9,11 +9,13 @@ import pytest
 import torch
 from fakes import FakeTokenizer
 from hf_folders import layout_of
+from tiny import VOCAB_SIZE
 
 import engine as engine_module
 import envs
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
 from engine import Completion, SamplingOptions, check_versions
+from head import HeadOptions, response_logps
 from metrics import age_metrics
 from model import load_policy
 from records import Problem
@@ -26,6 +28,7 @@ from support.split.generators import serve
 from support.system.exits import StopRun
 
 TEMPERATURE = 0.7
+HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)
 LONG, SHORT = SamplingOptions(TEMPERATURE, 60), SamplingOptions(TEMPERATURE, 12)
 
 
@@ -37,7 +40,6 @@ def policies(one_rank, tiny):
     policies = []
     for version in range(4):
         policy = load_policy(tiny[0], device=device, mesh=mesh)
-        policy.temperature, policy.vocab_limit = TEMPERATURE, Tokenizer(tiny[0]).vocab_size
         for name, param in policy.named_parameters():
             local = param.to_local()
             with torch.no_grad():
@@ -59,9 +61,8 @@ def gap_of_each(policies, prompt, completion):
     logps = []
     for policy in policies:
         with torch.no_grad():
-            logp_R, _ = policy(
-                ids[:-1], position_T, layout_of(len(position_T)), position_T[len(prompt) - 1 :], ids[len(prompt) :]
-            )
+            inputs = (ids[:-1], position_T, layout_of(len(position_T)), position_T[len(prompt) - 1 :])
+            logp_R, _ = response_logps(policy, inputs, ids[len(prompt) :], HEAD)
         logps.append(logp_R.numpy())
     return np.abs(np.stack(logps)[completion.versions, np.arange(len(completion.ids))] - completion.logps)
 

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import httpx
 import openai
-from tiny import make_tiny
+import torch
+from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import records
 from engine import Engine, SamplingOptions
+from head import HeadOptions, response_logps
 from model import load_policy
 from rollout import Sampler
 from support.agents.endpoint import Endpoint
@@ -22,6 +24,7 @@ from support.inputs.model_config import read_model_config
 from support.inputs.tokenizer import Tokenizer
 
 TEMPERATURE = 0.8
+HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)
 MAX_TOKENS = 768
 OPTIONS = SamplingOptions(TEMPERATURE, 16)
 TEMPLATE = (
@@ -49,10 +52,16 @@ def start(folder, ranks, device, mesh, max_tokens=MAX_TOKENS):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_tokens)
     llm = Engine(folder, read_model_config(folder), tokenizer, config.Config(policy=policy))
     model = load_policy(folder, device=device, mesh=mesh)
-    model.temperature, model.vocab_limit = TEMPERATURE, tokenizer.vocab_size
     llm.sync(full_tensors(model, llm.dtype), 3)
     llm.stop_token_ids = [*llm.stop_token_ids, *range(0, 250, 10)]
     return SimpleNamespace(engine=llm, policy=model, tokenizer=tokenizer, ranks=ranks, oracle=oracle)
+
+
+@torch.no_grad()
+def gap_of(case, micro):
+    """Largest |sampler - trainer| of a micro-batch's tokens."""
+    logp_R, _ = response_logps(case.policy, micro.model_inputs, micro.target_R, HEAD)
+    return (logp_R - micro.sampler_logp_R).abs().max()
 
 
 def endpoint_of(case, parse=as_calls):

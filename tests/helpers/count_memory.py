@@ -31,7 +31,9 @@ from config import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from kernels import KernelBackend, LossPath, softmax
+from head import HeadOptions, LossPath, response_logps
+from kernels import row_kernels
+from kernels.backend import KernelBackend
 from lora import add_adapters
 from model import Block, Decoder, rope_cos_sin, shard
 from optim import build_optimizer
@@ -138,7 +140,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
     model.to_empty(device="cpu" if offloads else device)
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
-    model.backend, model.loss_path = KernelBackend("triton"), LossPath("one pass")
+    head_options = HeadOptions(backend=KernelBackend("triton"), path=LossPath("one pass"))
     model.defers_sync = policy.dtensor_cfg.defer_fsdp_grad_sync
     optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
 
@@ -154,10 +156,10 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
         for num_packs in (1, 2):  # of the first step, which makes the moments, a pack is enough
             live.largest = 0
             with torch.no_grad():
-                model(*micro.model_inputs)
+                response_logps(model, micro.model_inputs, micro.target_R, head_options)
             count("score")
             minibatch.micros = [replace(micro) for _ in range(num_packs)]
-            grpo.compute_gradients(model, minibatch, cfg)
+            grpo.compute_gradients(model, head_options, minibatch, cfg)
             gradients = size(param.grad for param in model.parameters() if param.requires_grad)
             optimizer.step()
             count("train")
@@ -206,7 +208,7 @@ def meta_gpu():
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
         patch.setattr(attention, "uses_flash_attention", lambda *_: True)
         for name in ("row_stats_kernel", "dlogits_kernel"):
-            patch.setattr(softmax, name, defaultdict(lambda: lambda *_, **__: None))
+            patch.setattr(row_kernels, name, defaultdict(lambda: lambda *_, **__: None))
         yield
 
 

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from tiny import VOCAB_SIZE
 
 import grpo
 from config import Config
+from head import HeadOptions
 from model import Decoder, Reference
 from records import Sample
 from rollout import StepSamples
 from support.run.log import Timers
-from support.run.start import Run, RunState, loss_path_of
+from support.run.start import Run, RunState, loss_path_of, sampling_filter_of
 from support.system.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -60,11 +62,18 @@ class RecordingEngine:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
 
+def head_of(cfg: Config, vocab: int | None = VOCAB_SIZE) -> HeadOptions:
+    """As `start.build_head`, for the tiny folder's tokenizer; None: all rows of the weight are ids."""
+    generation = cfg.policy.generation
+    return HeadOptions(generation.temperature, vocab, sampling_filter_of(generation), path=loss_path_of(cfg))
+
+
 def make_run(
     policy: Decoder,
     cfg: Config,
     ranks: Ranks,
     *,
+    vocab: int | None = VOCAB_SIZE,
     optimizer=None,
     reference: Reference | None = None,
     saver=None,
@@ -72,7 +81,6 @@ def make_run(
     **counters,
 ) -> Run:
     """A run of `num_steps` steps; counters: of its RunState. It draws its data from a set without an end."""
-    policy.loss_path = loss_path_of(cfg)
     optimizer = optimizer or KeepsGradients(policy)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
@@ -85,6 +93,7 @@ def make_run(
         device=CPU,
         folder=Path(),
         model=policy,
+        head_options=head_of(cfg, vocab),
         optimizer=optimizer,
         engine=RecordingEngine(),
         sampler=None,

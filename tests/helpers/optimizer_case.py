@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 import model as model_module
+from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer, clip_grad_norm
 from support.run import checkpoint
@@ -32,7 +33,8 @@ def gradients_of_packs(model, seeds):
     """Whole gradients of some micro-batches, name -> tensor."""
     for seed in seeds:
         pack = make_pack(LENGTHS, vocab=200, seed=seed)
-        logp_R, entropy_R = model(*pack, *response_rows(LENGTHS, pack[0]))
+        pos_R, target_R = response_rows(LENGTHS, pack[0])
+        logp_R, entropy_R = response_logps(model, (*pack, pos_R), target_R, HeadOptions())
         (entropy_R.sum() - logp_R.sum()).backward()
     return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 

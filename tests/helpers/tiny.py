@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 NUM_PADDED = 37
+VOCAB_SIZE = 256 + 3  # of the tokenizer: bytes and special tokens
 
 
 LLAMA3_ROPE = {

@@ -13,6 +13,7 @@ from tiny import FAMILIES, make_tiny
 
 from config import ConfigError, DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
 from gap import check_canary
+from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
 from support.hf.weights import adapter_config, save_adapter, save_hf
@@ -123,9 +124,9 @@ def test_100_steps_leave_the_base_as_it_was(one_rank, written, tmp_path):
     start = {name: param.to_local().detach().clone() for name, param in model.named_parameters()}
     optimizer = build_optimizer(model, OptimizerConfig())
     pack = make_pack([7])
-    rows = response_rows([7], pack[0])
+    pos_R, target_R = response_rows([7], pack[0])
     for _ in range(100):
-        logp_R, _ = model(*pack, *rows)
+        logp_R, _ = response_logps(model, (*pack, pos_R), target_R, HeadOptions())
         logp_R.sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -142,7 +143,6 @@ def test_vllm_reads_the_merged_folder_and_samples_as_the_trainer_scores(engine, 
     from vllm.model_executor.model_loader import get_model_loader
 
     model = adapted(tiny[0], CHOICES["all"])
-    model.vocab_limit = engine.vocab_size
     save_hf(model, tmp_path / "merged", tiny[0], dtype=torch.float32)
     gaps = []
     for folder in (tiny[0], tmp_path / "merged"):
@@ -151,5 +151,5 @@ def test_vllm_reads_the_merged_folder_and_samples_as_the_trainer_scores(engine, 
         weights = get_model_loader(LoadConfig(load_format="safetensors")).get_all_weights(model_config, engine)
         named = ((name, tensor) for name, tensor in weights if name != "lm_head.weight")
         engine.sync(named, 1)
-        gaps.append(check_canary(model, engine, None, one_rank[1], "here"))
+        gaps.append(check_canary(model, HeadOptions(vocab=engine.vocab_size), engine, None, one_rank[1], "here"))
     assert gaps[0] > 0.1 and gaps[1] < 1e-5, gaps

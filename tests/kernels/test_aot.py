@@ -32,10 +32,10 @@ SPILLED = ("STACK", "LOCAL", "private_segment_fixed_size", "vgpr_spill_count", "
 def rows(name, dtype=None, **constants):
     """A kernel whose programs own rows. Its sizes are given as `VOCABULARY`'s: Triton's compiler is told which of them
     16 divides, as it is at a launch, and where that is not the row's length it makes loads of 4 bytes."""
-    from kernels import softmax
+    from kernels import row_kernels
 
-    options = softmax.launch_options(VOCABULARY["row_stride"])
-    kernel = getattr(softmax, name)
+    options = row_kernels.launch_options(VOCABULARY["row_stride"])
+    kernel = getattr(row_kernels, name)
     types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
     types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
     values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}

@@ -7,8 +7,9 @@ import pytest
 import torch
 from count_memory import LiveBytes
 
-from kernels import KernelBackend
-from kernels.softmax import logit_chunks
+from kernels import sizes
+from kernels.backend import KernelBackend
+from kernels.chunks import logit_chunks
 
 
 @pytest.mark.parametrize(("pack_rows", "same"), [(8192, True), (0, False)])
@@ -38,11 +39,10 @@ def test_the_count_sees_what_is_alive_at_once():
 
 def test_chunks_are_equal_and_as_few_as_can_be():
     """Rows of 151,936 logits: 5,632 at most. The last chunk lacks less than 128 rows for each of the others."""
-    chosen = KernelBackend("triton")
-    assert [chosen.rows(n, 151936) for n in (0, 1, 128, 5632, 5633)] == [128, 128, 128, 5632, 2944]
-    assert chosen.most_rows(151936) == 5632 and chosen.most_rows(10**9) == 1024
+    assert [sizes.triton_rows(n, 151936) for n in (0, 1, 128, 5632, 5633)] == [128, 128, 128, 5632, 2944]
+    assert sizes.most_triton_rows(151936) == 5632 and sizes.most_triton_rows(10**9) == 1024
     for num_rows in (*range(1, 40000, 997), 32768, 8192, 11264, 11265):
-        size = chosen.rows(num_rows, 151936)
+        size = sizes.triton_rows(num_rows, 151936)
         count = -(-num_rows // size)
         assert size % 128 == 0 and count == -(-num_rows // 5632) and size * count - num_rows < 128 * count
-    assert [KernelBackend("triton", 300).rows(n, 151936) for n in (100, 301, 10**6)] == [128, 256, 300]
+    assert [sizes.triton_rows(n, 151936, 300) for n in (100, 301, 10**6)] == [128, 256, 300]

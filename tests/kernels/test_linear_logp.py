@@ -1,4 +1,4 @@
-"""kernels/linear_logp: both backends against float64 logits and Python floats.
+"""kernels.linear_logp: both backends against float64 logits and Python floats.
 
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
@@ -11,21 +11,17 @@ import torch
 from cases import long_but
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import KernelBackend, choose_backend, linear_logp
-from kernels.softmax import CHUNK_ELEMENTS, bfloat16_factors, logit_chunks, mm_float32
+from kernels import linear_logp
+from kernels.backend import KernelBackend, choose_backend
+from kernels.chunks import logit_chunks
+from kernels.matmul import bfloat16_factors, mm_float32
+from kernels.reference import reference_logp
+from kernels.sizes import TORCH_CHUNK_ELEMENTS
 from support.system.ranks import start_process_group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)
 backends = pytest.mark.parametrize("backend", [TORCH, TRITON], ids=["torch", "triton"])
-
-
-def reference(hidden_TD, weight_VD, target_T, temperature=1.0):
-    """(logp_T, entropy_T) by the definition and autograd, logits and all: what linear_logp must equal."""
-    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    all_logp_TV = ((hidden_TD @ weight_VD.T).to(wide) / temperature).log_softmax(-1)
-    entropy_T = -(all_logp_TV.exp() * all_logp_TV).sum(-1)
-    return all_logp_TV.gather(1, target_T[:, None])[:, 0], entropy_T
 
 
 def make_inputs(T, V=37, D=8, dtype=torch.float32, seed=0, scale=1.0):
@@ -52,6 +48,10 @@ def ours(backend):
 
 def oracle(hidden_TD, weight_VD, target_T, temperature=1.0):
     return run(reference, hidden_TD.double(), weight_VD.double(), target_T, temperature)
+
+
+def reference(hidden_TD, weight_VD, target_T, temperature=1.0):
+    return reference_logp(hidden_TD, weight_VD, target_T, temperature=temperature)
 
 
 def relative(got, want):
@@ -94,7 +94,7 @@ def test_values_equal_a_loop_over_python_floats(backend, dtype, rel):
 
 @pytest.mark.slow
 def test_gradients_equal_finite_differences(monkeypatch):
-    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 14)  # chunks of 2, 2 and 1 rows
+    monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, DEVICE, 14)  # chunks of 2, 2 and 1 rows
     hidden_TD, weight_VD, target_T = make_inputs(5, V=7, D=3, dtype=torch.float64)
     for function in (
         lambda x, w: ours(TORCH)(x, w, target_T, 1.0),
@@ -117,13 +117,13 @@ def test_chunk_boundaries(monkeypatch, T, temperature):
     inputs = make_inputs(T, V)
     check(inputs, TRITON, temperature, 4e-6, 1e-6)
     for budget in (16 * V, 17 * V - 1, 1, 1 << 24):  # 16 rows twice, one row, everything in one chunk
-        monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, budget)
+        monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, DEVICE, budget)
         check(inputs, TORCH, temperature, 4e-6, 1e-6)
 
 
 def test_chunks_stay_within_the_budget(monkeypatch):
     for rows, vocab, budget in [(100, 7, 70), (100, 7, 76), (5, 7, 700), (3, 50, 7), (0, 7, 70)]:
-        monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", budget)
+        monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, "cpu", budget)
         matrices = torch.zeros(rows, 3), torch.zeros(vocab, 3)
         parts = [chunk.rows for chunk in logit_chunks(*matrices, torch.zeros(rows), vocab, 1.0, TORCH)]
         assert [t for c in parts for t in range(c.start, c.stop)] == list(range(rows))
@@ -218,7 +218,7 @@ def test_sliced_and_strided_inputs(backend):
 @pytest.mark.parametrize("dtype, gradient", [(torch.bfloat16, 2.5e-3), (torch.float16, 4e-4)])
 def test_sixteen_bits_have_float32_logits_and_sums(monkeypatch, backend, dtype, gradient):
     """16 chunks; what is left is the rounding of dz, of dX and, once, of dW."""
-    monkeypatch.setitem(CHUNK_ELEMENTS, DEVICE, 4 * 501)
+    monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, DEVICE, 4 * 501)
     check(make_inputs(64, V=501, D=64, dtype=dtype, scale=0.3), backend, 1.0, 2e-5, gradient)
 
 

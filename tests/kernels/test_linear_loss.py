@@ -1,11 +1,11 @@
-"""kernels/linear_loss against `policy_loss` on all logits in float64, in one pass.
+"""head.linear_loss against kernels/reference.py with `policy_loss`, in one pass.
 
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
 
 import itertools
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,22 +14,18 @@ from cases import long_but
 from loss_cases import WEIGHTS as ALL_WEIGHTS
 from torch.utils.flop_counter import FlopCounterMode
 
-import kernels.softmax
 from config import LossConfig
-from kernels import KernelBackend, LossPath, linear_logp, linear_loss
-from kernels.linear_loss import DEVIATION, one_pass_problem
+from head import DEVIATION, HeadOptions, LossPath, linear_loss, one_pass_problem
+from kernels import linear_logp, sizes
+from kernels.backend import KernelBackend
+from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Way(NamedTuple):
-    path: LossPath
-    backend: KernelBackend
-
-
 def path_of(kind, backend):
-    return Way(LossPath(kind), backend)
+    return HeadOptions(backend=backend, path=LossPath(kind))
 
 
 TORCH = path_of("one pass", KernelBackend("torch"))
@@ -81,7 +77,7 @@ every_path_and_width = pytest.mark.parametrize(
 
 
 class Case:
-    """Inputs of linear_loss, their oracle in float64, and what it makes of them."""
+    """Inputs of linear_loss, what the reference makes of them in float64, and what linear_loss does."""
 
     def __init__(self, R, V, D=13, dtype=torch.float32, seed=0, temperature=0.7, hidden=None, weight=None):
         self.generator, self.temperature, self.R = torch.Generator().manual_seed(seed), temperature, R
@@ -90,17 +86,15 @@ class Case:
         self.weight = (self.randn(V, D) if weight is None else weight).to(DEVICE, dtype)
         self.target = torch.randint(V, (R,), generator=self.generator).to(DEVICE)
         self.target[:1], self.target[1:2] = V - 1, 0  # first and last column
-        self.leaves = [x.double().requires_grad_() for x in (self.hidden, self.weight)]
-        logp_RV = (self.leaves[0] @ self.leaves[1].T / temperature).log_softmax(-1)
-        self.logp = logp_RV.gather(1, self.target[:, None])[:, 0]
-        self.entropy = -(logp_RV.exp() * logp_RV).sum(-1)
+        self.inputs = (self.hidden.double(), self.weight.double(), self.target)
+        self.logp, self.entropy = reference_logp(*self.inputs, temperature=temperature)
         ratio = torch.tensor([1.5, 1.5, 1.0, 0.5, 1.0, 0.7, 0.9, 1.1, 1.25, 3.3])
         adv = torch.tensor([1.0, -0.7, 0.5, -2.1, 0.0, 0.8, -1.2])
         turn = torch.arange(R) + seed
-        self.old = self.logp.detach() - ratio[turn % 10].log().to(DEVICE)
+        self.old = self.logp - ratio[turn % 10].log().to(DEVICE)
         self.sampler = self.old + 0.3 * self.randn(R)
         gap = 0.5 * self.randn(R)
-        self.ref = self.logp.detach() + gap + 0.2 * gap.sign()  # a gap of 0.01 would have lost 1e-5 when it is formed
+        self.ref = self.logp + gap + 0.2 * gap.sign()  # a gap of 0.01 would have lost 1e-5 when it is formed
         self.adv = adv[turn % 7].double().to(DEVICE)
         self.mask, self.seq = (turn % 5 != 3).to(DEVICE), (torch.arange(R) // 3).to(DEVICE)
         self.sampler[(turn % 11 == 6).to(DEVICE)] = torch.inf
@@ -119,8 +113,12 @@ class Case:
         return pack | counts | {"positive_R": self.seq % 2 == 0}
 
     def oracle(self, cfg, has_old=True):
-        loss, _ = policy_loss(self.logp, entropy_R=self.entropy, **self.pack(cfg, has_old))
-        return (loss, self.logp, self.entropy, *torch.autograd.grad(loss, self.leaves, retain_graph=True))
+        pack = self.pack(cfg, has_old)
+
+        def loss_of(logp_R, entropy_R):
+            return policy_loss(logp_R, entropy_R=entropy_R, **pack)[0]
+
+        return reference_gradients(loss_of, *self.inputs, temperature=self.temperature)
 
     def run(self, cfg, path, *, has_old=True, num_grad_rows=None, hidden=None, weight=None, pack=None, **changed):
         """(loss, metrics, logp, entropy) of linear_loss: the last two as policy_loss saw them last."""
@@ -131,11 +129,13 @@ class Case:
             return policy_loss(logp_R, entropy_R=entropy_R, **rest)
 
         wide = torch.promote_types(self.hidden.dtype, torch.float32)
-        pack_loss = partial(recording_loss, **self.pack(cfg, has_old, wide) | (pack or {}))
-        options = {"temperature": self.temperature, "num_grad_rows": self.R if num_grad_rows is None else num_grad_rows}
-        matrices = (self.hidden if hidden is None else hidden, self.weight if weight is None else weight)
-        options |= {"pack_loss": pack_loss, **path._asdict()} | changed
-        return *linear_loss(*matrices, options.pop("target", self.target), **options), *seen
+        loss_of = partial(recording_loss, **self.pack(cfg, has_old, wide) | (pack or {}))
+        hidden = self.hidden if hidden is None else hidden
+        weight = self.weight if weight is None else weight
+        num_grad_rows = self.R if num_grad_rows is None else num_grad_rows
+        options = replace(path, **{"temperature": self.temperature} | changed)
+        result = linear_loss(hidden, weight, self.target, loss_of, options, num_grad_rows=num_grad_rows)
+        return *result, *seen
 
     def ours(self, cfg, path, has_old=True, num_grad_rows=None, scale=1.0, **changed):
         hidden, weight = (x.detach().requires_grad_() for x in (self.hidden, self.weight))
@@ -329,35 +329,21 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path, coupled):
     """In one chunk its gradient is right and nothing is said; in several it is not, and the deviation is not 0."""
     case = Case(35, 37)
 
-    def coupled_loss(logp_R, entropy_R):
+    def coupled_loss(logp_R, entropy_R, with_metrics):
         return coupled(logp_R), {"loss": coupled(logp_R).detach()}
 
-    oracle = torch.autograd.grad(coupled(case.logp), case.leaves)
+    *_, want_hidden, want_weight = reference_gradients(lambda logp_R, _: coupled(logp_R), *case.inputs, temperature=0.7)
     for rows, holds in ((64, True), (16, False)):
-        monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE, rows * 37)
-        sized = path_of("one pass", KernelBackend(path.backend.name, rows))
+        monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, rows * 37)
+        sized = replace(path, backend=KernelBackend(path.backend.name, rows), temperature=0.7)
         hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
-        loss, metrics = linear_loss(
-            hidden,
-            weight,
-            case.target,
-            temperature=0.7,
-            num_grad_rows=35,
-            pack_loss=partial(coupled_loss),
-            **sized._asdict(),
-        )
+        loss, metrics = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=35)
         loss.backward()
-        errors = [(x.double() - y).norm() / y.norm() for x, y in zip((hidden.grad, weight.grad), oracle, strict=True)]
+        errors = [
+            (x.double() - y).norm() / y.norm() for x, y in ((hidden.grad, want_hidden), (weight.grad, want_weight))
+        ]
         assert (max(errors) <= 1e-5) == holds and (one_pass_problem(metrics[DEVIATION].item()) is None) == holds
-    _, metrics = linear_loss(
-        hidden,
-        weight,
-        case.target,
-        temperature=0.7,
-        num_grad_rows=7,
-        pack_loss=partial(coupled_loss),
-        **sized._asdict(),
-    )
+    _, metrics = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=7)
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
 
 
@@ -382,7 +368,7 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype):
     inputs = (case.hidden, case.weight, case.target, *(x for x in pack.values() if isinstance(x, torch.Tensor)))
     before = [x.clone() for x in inputs]
     want = case.ours(cfg, path, pack=pack)
-    monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE, 16 * 259)
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, 16 * 259)
     in_chunks = case.ours(cfg, path, pack=pack)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     monkeypatch.setattr(torch, "empty_like", lambda x, dtype=None: x.new_empty(x.shape, dtype=dtype))

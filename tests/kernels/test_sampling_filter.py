@@ -13,10 +13,11 @@ import pytest
 import torch
 from peers.sampling_filter import CASES, LOGITS
 
-import kernels.softmax
 from config import LossConfig
-from kernels import KernelBackend, LossPath, SamplingFilter, linear_logp, linear_loss
-from kernels.linear_loss import DEVIATION
+from head import DEVIATION, HeadOptions, LossPath, linear_loss
+from kernels import linear_logp, sizes
+from kernels.backend import KernelBackend
+from kernels.filter import SamplingFilter
 from loss import policy_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,8 +30,8 @@ FILTERS = [(1.0, 1), (1.0, 3), (1.0, 500), (1e-7, None), (0.6, None), (0.9, 5), 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Chunks of 8 rows with PyTorch, and filters of 3 rows at a time."""
-    monkeypatch.setitem(kernels.softmax.CHUNK_ELEMENTS, DEVICE, 8 * VOCAB)
-    monkeypatch.setitem(kernels.softmax.SORT_ELEMENTS, DEVICE, 3 * VOCAB)
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, 8 * VOCAB)
+    monkeypatch.setitem(sizes.SORT_ELEMENTS, DEVICE, 3 * VOCAB)
 
 
 def make_inputs(ties, dtype=torch.float32):
@@ -162,11 +163,9 @@ def run_loss(cfg, backend, kind, sampling_filter, ref):
     pack = {"old_logp_R": None, "sampler_logp_R": sampler_R, "adv_R": sampler_R + 2, "mask_R": mask_R, "cfg": cfg}
     pack |= {"seq_R": seq_R, "ref_logp_R": sampler_R - 0.5 if ref else None, "positive_R": seq_R % 2}
     pack |= {"num_valid_tokens": 19, "num_valid_seqs": 5, "num_positive_tokens": 8}
-    loss, metrics = linear_loss(
-        hidden_RD, weight_VD, target_R, temperature=0.7, num_grad_rows=ROWS - 3 if kind == "one pass" else ROWS,
-        pack_loss=partial(policy_loss, **pack), path=LossPath(kind), vocab=VOCAB, backend=backend,
-        sampling_filter=sampling_filter,
-    )  # fmt: skip
+    options = HeadOptions(0.7, VOCAB, sampling_filter, backend, LossPath(kind))
+    rows = {"num_grad_rows": ROWS - 3 if kind == "one pass" else ROWS, "needs_unfiltered": ref}
+    loss, metrics = linear_loss(hidden_RD, weight_VD, target_R, partial(policy_loss, **pack), options, **rows)
     return loss, metrics, torch.autograd.grad(loss, (hidden_RD, weight_VD)), pack
 
 

@@ -8,8 +8,8 @@ import torch
 from cases import long_but
 from test_linear_loss import COVER, DEVICE, TORCH, Case, close, path_of
 
-import kernels.softmax
-from kernels import KernelBackend
+from kernels import row_kernels
+from kernels.backend import KernelBackend
 
 TRITON = KernelBackend("triton", 4)
 PATHS = {"torch": TORCH} | {kind: path_of(kind, TRITON) for kind in ("one pass", "two passes")}
@@ -26,7 +26,7 @@ FEW += [("torch", "float32", 97, 128), ("torch", "bfloat16", 63, 64), ("one pass
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Of 32 columns, so that a row has many; and nothing that is not written can pass for a number."""
-    monkeypatch.setattr(kernels.softmax, "BLOCK", 32)
+    monkeypatch.setattr(row_kernels, "BLOCK", 32)
     empty = torch.Tensor.new_empty
 
     def new_empty(self, *size, **options):

@@ -22,6 +22,7 @@ from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
+from head import HeadOptions, response_logps
 from model import Reference, load_policy
 from pack import pack_samples, to_device
 from support.inputs.resume import committed
@@ -47,7 +48,7 @@ def train_step(model, optimizer, seed, place):
     samples, adv_B = make_samples(200)
     (pack, *_) = pack_samples(alone(samples, adv_B)[seed + place.rank :], 60)
     micro = to_device(pack, torch.device("cpu"))
-    logp_R, _ = model(*micro.model_inputs)
+    logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, HeadOptions())
     (logp_R * micro.adv_R).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 import grpo
 from attention import PackLayout
+from head import HeadOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
 from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
@@ -45,17 +46,17 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     cfg = settings(
         policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
     )
-    model.loss_path = replace(loss_path_of(cfg), kind=kind)
+    head_options = HeadOptions(path=replace(loss_path_of(cfg), kind=kind))
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
-    finish_minibatches([minibatch], cfg, model.loss_path, 0)
-    return minibatch, cfg
+    finish_minibatches([minibatch], cfg, head_options.path, 0)
+    return head_options, minibatch, cfg
 
 
-def computed(model, minibatch, cfg):
+def computed(model, head_options, minibatch, cfg):
     """(FLOPs of matrices, of attention) that torch sees in a forward and backward: attention in full rectangles."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.backward = lambda loss, *, is_last: loss.backward()  # FSDP's, on one process, is that alone
-        grpo.compute_gradients(model, minibatch, cfg)
+        grpo.compute_gradients(model, head_options, minibatch, cfg)
     flops = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     assert set(flops) == {"aten.mm", "aten.bmm"} | {"aten.addmm"} & set(flops), flops
     return counter.get_total_flops() - flops["aten.bmm"], flops["aten.bmm"]
@@ -79,8 +80,8 @@ def pairs(minibatch):
 def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
     """Equal: matrices as they are, attention after its rectangles are replaced by what the causal mask leaves."""
     model = model_of(family)
-    minibatch, cfg = batch_of(model, one_rank[0], share_prefix)
-    matrices, attention = computed(model, minibatch, cfg)
+    head_options, minibatch, cfg = batch_of(model, one_rank[0], share_prefix)
+    matrices, attention = computed(model, head_options, minibatch, cfg)
     seen, full = pairs(minibatch)
     per_pair = SCORES * model.config.num_attention_heads * model.config.head_dim * model.config.num_hidden_layers
     assert attention == per_pair * full > per_pair * seen
@@ -97,8 +98,8 @@ def test_with_lora_no_gradient_of_a_frozen_weight_is_counted(one_rank):
     lora, model = config.LoRAConfig(enabled=True, dim=5), model_of("qwen3")
     full = train_flops(model.config, [micro_of(40)])
     add_adapters(model, lora, torch.float32)
-    minibatch, cfg = batch_of(model, one_rank[0], True)
-    matrices, attention = computed(model, minibatch, cfg)
+    head_options, minibatch, cfg = batch_of(model, one_rank[0], True)
+    matrices, attention = computed(model, head_options, minibatch, cfg)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
     first = sum(layers[f"model.layers.0.self_attn.{name}_proj"].weight.numel() for name in "qkv")
     num_tokens = sum(len(micro.token_T) for micro in minibatch.micros)

@@ -20,12 +20,14 @@ from hf_folders import FAMILIES, layout_of, make_hf_folder, make_pack
 from loop import train_once
 from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, check_units
 from ranks import ranks
+from tiny import VOCAB_SIZE
 
 import config
 import envs
 import support.system.ranks
 from config import ConfigError
 from engine import Engine, SamplingOptions
+from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples
 from records import Problem
@@ -39,6 +41,8 @@ from support.system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOC, CUDA_ALLOC = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+HEAD = HeadOptions(0.8, VOCAB_SIZE)
 
 
 class Disagrees(envs.Environment):
@@ -101,8 +105,9 @@ def carried_turns(engine, tokenizer, ranks, policies):
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
         position_T = torch.arange(len(ids) - 1)
         inputs = ids[:-1], position_T, layout_of(len(position_T)), position_T[-len(s.output_ids) :]
+        target_R = ids[-len(s.output_ids) :]
         with torch.no_grad():
-            logps = [policy(*inputs, ids[-len(s.output_ids) :])[0].numpy() for policy in policies]
+            logps = [response_logps(policy, inputs, target_R, HEAD)[0].numpy() for policy in policies]
         logp_R = np.stack(logps)[s.versions, np.arange(len(s.versions))]
         gap = max(gap, float(np.abs(logp_R - s.sampler_logps)[s.mask].max()))
     return {
@@ -114,10 +119,9 @@ def carried_turns(engine, tokenizer, ranks, policies):
     }
 
 
-def moved(policy, mesh, folder):
+def moved(mesh, folder):
     """The policy as an optimizer's large step would leave it."""
     other = load_policy(folder, device="cpu", mesh=mesh)
-    other.temperature, other.vocab_limit = policy.temperature, policy.vocab_limit
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for param in other.parameters():
         local = param.detach().to_local()
@@ -131,18 +135,14 @@ def facts_of_ranks(folder, work):
     tokenizer = Tokenizer(folder)
     mesh = dist.init_device_mesh("cpu", (2,))
     policy = load_policy(folder, device=device, mesh=mesh)
-    policy.temperature = 0.8
-    policy.vocab_limit = tokenizer.vocab_size
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
     shares = [[[samples[i]] for i in share] for share in rank_share]
-    with mock.patch("assign_to_ranks", lambda *_: shares):
+    with mock.patch("pack.assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), place)
 
     adapted = adapted_policy(folder, mesh)
-    adapted.temperature = 0.8
-    adapted.vocab_limit = tokenizer.vocab_size
-    with mock.patch("assign_to_ranks", lambda *_: shares):
+    with mock.patch("pack.assign_to_ranks", lambda *_: shares):
         _, lora_gradients = train_once(adapted, samples, adv_B, packs_of(40), place)
     lora_tensors, lora_same = lora_facts(folder, mesh)
     memory = {"lora": differences("lora", mesh)}
@@ -158,7 +158,7 @@ def facts_of_ranks(folder, work):
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     greedy = [completion.ids.tolist() for completion in completions]
-    carried = carried_turns(engine, tokenizer, place, [policy, moved(policy, mesh, folder)])
+    carried = carried_turns(engine, tokenizer, place, [policy, moved(mesh, folder)])
     return {
         "gradients": gradients,
         "metrics": metrics,
@@ -188,10 +188,7 @@ def two_ranks(tiny, tmp_path_factory):
 @pytest.fixture
 def policy(one_rank, tiny):
     _, device, mesh = one_rank
-    model = load_policy(tiny[0], device=device, mesh=mesh)
-    model.temperature = 0.8
-    model.vocab_limit = Tokenizer(tiny[0]).vocab_size
-    return model
+    return load_policy(tiny[0], device=device, mesh=mesh)
 
 
 def relative(a, b):
@@ -200,9 +197,9 @@ def relative(a, b):
 
 
 @pytest.fixture
-def step(policy):
+def step():
     """(samples, advantages)."""
-    return make_samples(policy.vocab_limit)
+    return make_samples(VOCAB_SIZE)
 
 
 def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, tiny, step, one_rank):
@@ -213,13 +210,13 @@ def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, ti
     num_tokens = sum(int(s.mask.sum()) for s in samples)
     for s, adv in zip(samples, adv_B, strict=True):  # ratio 1 on policy: the gradient of -A logp / N, by hand
         ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : policy.vocab_limit] / 0.8
+        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
         logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
         (-adv * logp_T[torch.from_numpy(s.mask)].sum() / num_tokens).backward()
     expected = {name: param.grad.float() for name, param in oracle.named_parameters() if name != "lm_head.weight"}
     tiny[1].float().zero_grad(set_to_none=True)
     assert relative(ours, expected) <= 1e-5
-    assert ours["model.embed_tokens.weight"][policy.vocab_limit :].abs().max() == 0  # padded rows get no gradient
+    assert ours["model.embed_tokens.weight"][VOCAB_SIZE:].abs().max() == 0  # padded rows get no gradient
 
 
 def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient(policy, step, two_ranks, one_rank):
@@ -229,7 +226,7 @@ def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient
     packs = pack_samples(alone(samples[::-1], adv_B[::-1]), 40)
     assert len(packs) > 5
     shuffled = [packs[i] for i in np.random.default_rng(0).permutation(len(packs))]
-    with mock.patch("pack_samples", lambda *_: shuffled):
+    with mock.patch("pack.pack_samples", lambda *_: shuffled):
         metrics_other, other = train_once(policy, samples, adv_B, packs_of(40), one_rank[0])
     for computed in (many, other, two_ranks[0]["gradients"]):
         assert relative(computed, gradients) <= 1e-6
@@ -239,12 +236,10 @@ def test_micro_batches_in_any_order_and_two_unequal_ranks_give_the_same_gradient
         assert computed == pytest.approx(metrics, rel=1e-6, abs=1e-6, nan_ok=True)
 
 
-def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, two_ranks, one_rank, tiny, policy):
+def test_adapters_of_two_ranks_start_train_and_are_sent_as_those_of_one(step, two_ranks, one_rank, tiny):
     samples, adv_B = step
     tensors = dict(two_ranks[0]["lora_tensors"])
     adapted = adapted_policy(tiny[0], one_rank[2])
-    adapted.temperature = 0.8
-    adapted.vocab_limit = policy.vocab_limit
     _, expected = train_once(adapted, samples, adv_B, packs_of(10_000), one_rank[0])
     assert all("lora_" in name for name in expected) and relative(two_ranks[0]["lora_gradients"], expected) <= 2e-6
     assert all(fact["lora_same"] == {"float32": True, "bfloat16": True} for fact in two_ranks)

@@ -25,6 +25,7 @@ import config
 import grpo
 from engine import Completion
 from gap import check_canary
+from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
 from support.check.memory_plan import Plan
@@ -37,12 +38,11 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 VOCAB = 211
+HEAD = HeadOptions(temperature=0.8)
 
 
 def policy_of(folder, mesh, **options):
-    model = load_policy(folder, device=CPU, mesh=mesh, **options)
-    model.temperature = 0.8
-    return model
+    return load_policy(folder, device=CPU, mesh=mesh, **options)
 
 
 def place(mesh) -> Ranks:
@@ -63,7 +63,7 @@ def gradients(meshes, make):
     samples, adv_B = make_samples(VOCAB)
     found = {}
     for name, mesh in meshes.items():
-        metrics, grads = train_once(make(mesh), samples, adv_B, packs_of(60), place(mesh))
+        metrics, grads = train_once(make(mesh), samples, adv_B, packs_of(60), place(mesh), vocab=None)
         alike = 4 // mesh.size()  # jobs beside each other, whose tokens the loss counted together
         found[name] = alike * metrics["grad_norm"], {key: alike * grad for key, grad in grads.items()}
     norm, alone = found["1"]
@@ -81,7 +81,7 @@ def long_run(folder, mesh, num_steps, **keys):
     cfg = replace(cfg, policy=replace(cfg.policy, max_grad_norm=0.05), grpo=replace(cfg.grpo, **keys))
     model = policy_of(folder, mesh)
     optimizer = build_optimizer(model, ADAMW)
-    return make_run(model, cfg, place(mesh), optimizer=optimizer, num_steps=num_steps), samples, adv_B
+    return make_run(model, cfg, place(mesh), optimizer=optimizer, num_steps=num_steps, vocab=None), samples, adv_B
 
 
 def replicas_after(folder, mesh, num_steps):
@@ -138,18 +138,19 @@ class Sampling:
         ids = torch.tensor([*prompts[0], *new.tolist()])
         position_T = torch.arange(len(ids) - 1)
         pos_R, target_R = position_T[-len(new) :], ids[-len(new) :]
-        logp_R, _ = self.model(ids[:-1], position_T, layout_of(len(position_T)), pos_R, target_R)
+        inputs = (ids[:-1], position_T, layout_of(len(position_T)), pos_R)
+        logp_R, _ = response_logps(self.model, inputs, target_R, HEAD)
         return [Completion(new, logp_R.numpy() + self.error, "length", np.zeros_like(new))]
 
 
 def canary(folder, mesh):
     """Of every rank: the gap, and what stops the run where rank 3's engine alone is off by 0.05 nats, or by NaN."""
     model = policy_of(folder, mesh)
-    found = {"gap": gather(check_canary(model, Sampling(model, 0.0), 1e-5, CPU, "first"))}
+    found = {"gap": gather(check_canary(model, HEAD, Sampling(model, 0.0), 1e-5, CPU, "first"))}
     for name, error in (("stale", 0.05), ("nan", np.nan)):
         engine = Sampling(model, np.float32(error if dist.get_rank() == 3 else 0))
         try:
-            reason = check_canary(model, engine, 1e-5, CPU, "then")
+            reason = check_canary(model, HEAD, engine, 1e-5, CPU, "then")
         except StopRun as stop:
             reason = str(stop)
         found[name] = gather(reason)
@@ -176,7 +177,7 @@ def step_collectives(folders, meshes):
         recording = mock.patch.object(grpo, "make_minibatches", lambda *a: micros.append(make(*a)) or micros[-1])  # noqa: B023
         model = policy_of(folders / family, mesh, defers_sync=defers_sync)
         optimizer = build_optimizer(model, ADAMW)
-        run = make_run(model, packs_of(max_tokens), place(mesh), optimizer=optimizer)
+        run = make_run(model, packs_of(max_tokens), place(mesh), optimizer=optimizer, vocab=None)
         with recording, Collectives() as collectives:
             train(run, samples, adv_B)
         group_names = dict(zip((group.group_name for group in mesh.get_all_groups()), mesh.mesh_dim_names, strict=True))
@@ -236,9 +237,7 @@ def lora(folder, meshes):
     """Adapters' gradients, as `gradients` has them; digests of what a sync sends, by mesh."""
 
     def make(mesh):
-        model = adapted_policy(folder, mesh)
-        model.temperature = 0.8
-        return model
+        return adapted_policy(folder, mesh)
 
     meshes = {name: meshes[name] for name in ("2 x 2", "1")}
     sent = [digest(dict(full_tensors(make(mesh), torch.float32)).values()) for mesh in meshes.values()]

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import KernelBackend
-from kernels.softmax import SamplingFilter, logit_chunks, mm_float32, wide_dtype
+from kernels.chunks import logit_chunks
+from kernels.filter import SamplingFilter
+from kernels.matmul import mm_float32, wide_dtype
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -44,13 +46,19 @@ class _LinearLogp(torch.autograd.Function):
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             rows = chunk.rows
             chunk.logp_and_entropy()
-            dz_CV = chunk.dlogits_(grad_logp_T[rows], None if grad_entropy_T is None else grad_entropy_T[rows])
+            g_C = grad_logp_T[rows]
+            h_C = None if grad_entropy_T is None else grad_entropy_T[rows]
+            dz_CV = chunk.dlogits(g_C, h_C)
+            num_columns = dz_CV.shape[1]  # PyTorch's chunk has the vocabulary's alone
             if need_hidden:
-                torch.mm(dz_CV, weight_VD[: dz_CV.shape[1]], out=grad_hidden_TD[rows])
+                torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_TD[rows])
             if need_weight:
-                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[: dz_CV.shape[1]], accumulate=True)
+                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[:num_columns], accumulate=True)
             del chunk, dz_CV  # frees the buffer before dW is cast
-        return grad_hidden_TD, grad_weight_VD.to(weight_VD.dtype) if need_weight else None, *[None] * 5
+        if need_weight:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        no_grad_of_options = [None] * (1 + len(ctx.options))  # nor of target_T
+        return grad_hidden_TD, grad_weight_VD, *no_grad_of_options
 
 
 def linear_logp(
@@ -80,4 +88,6 @@ def linear_logp(
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
     inputs = (hidden_TD, weight_VD, target_T.contiguous())
     logp_T, entropy_T = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter)
-    return (logp_T, entropy_T) if return_entropy else logp_T
+    if return_entropy:
+        return logp_T, entropy_T
+    return logp_T

@@ -1,0 +1,418 @@
+"""How the loss meets the output layer: what loss.py says is what gets optimized, in one pass over the logits or in two.
+
+The loss of a pack is a function of its log-probabilities and entropies, `loss.policy_loss`. It is called, never copied,
+and its derivatives come from autograd:
+
+    two passes   forward computes the logits, chunk by chunk, and from them logp and entropy; the loss is outside.
+                 Backward computes the logits again for the gradients: matmuls of 8 R V D flops. Right for any loss.
+    one pass     forward computes the gradients, too, while a chunk's logits are there: 6 R V D flops. Right where the
+                 loss's derivatives at a token depend on that token alone, for the chunks to come are not known yet.
+
+In one pass the loss is called after each chunk with the log-probabilities and entropies of the whole pack, 0 for rows
+to come, and its derivatives at the chunk's rows are used. After the last chunk all rows are known: that call gives the
+loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:
+`DEVIATION`, on which `optim.judge_step` stops the run.
+
+No option of the loss is listed here. `choose_loss_path` probes the loss at start, so whoever edits loss.py gets the
+path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
+these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
+
+Dims, beside those of grpo.py: K the two statistics of a row, logp and entropy.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from config import ConfigError, LossConfig
+from kernels import linear_logp
+from kernels.backend import KernelBackend
+from kernels.chunks import logit_chunks
+from kernels.filter import SamplingFilter
+from kernels.matmul import mm_float32, wide_dtype
+from loss import Metrics
+
+# A metric: the relative error of the derivatives used. 0 if the loss does not couple tokens.
+DEVIATION = "one_pass_deviation_max"
+MAX_DEVIATION = 1e-6  # float sums in another order stay below
+
+PACK_DEPENDENCE = (
+    "loss.py: the gradient at a token depends on the other sequences of its pack, or on the order of tokens; packs "
+    "change with policy.sequence_packing and with the number of ranks. Divide by num_valid_tokens, num_valid_seqs or "
+    "num_positive_tokens, which count the whole optimizer step, and not by a mean, sum or length of the pack; or set "
+    "grpo.allow_pack_dependence=true to train it anyway"
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LossPath:
+    """How the gradient of a loss is computed; the default is right for any loss.
+
+    zero_adv_has_grad: the loss has a gradient at tokens with advantage 0, from a KL, an entropy bonus or an NLL.
+    """
+
+    kind: Literal["one pass", "two passes"] = "two passes"
+    why: str = ""
+    zero_adv_has_grad: bool = True
+
+    def describe(self) -> str:
+        reason = f" ({self.why})" if self.why else ""
+        return f"loss: {self.kind}, autograd of loss.py{reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """What a run computes from the logits, and how: constants of the run. temperature, vocab and sampling_filter match
+    the sampler.
+
+    vocab: the tokenizer's number of ids; later rows of the weight are padding. None: all rows are ids.
+    sampling_filter: the softmax is over the logits that it keeps; None keeps all.
+    backend: None is Triton on CUDA, PyTorch elsewhere.
+    """
+
+    temperature: float = 1.0
+    vocab: int | None = None
+    sampling_filter: SamplingFilter | None = None
+    backend: KernelBackend | None = None
+    path: LossPath = LossPath()
+
+    @property
+    def unfiltered(self) -> "HeadOptions":
+        return replace(self, sampling_filter=None)
+
+    def describe(self, num_columns: int) -> str:
+        """For the log. num_columns: rows of the output layer's weight."""
+        assert self.backend is not None
+        return f"{self.backend.describe(num_columns)}; {self.path.describe()}"
+
+
+class LossOfLogps(Protocol):
+    """`loss.policy_loss` with its other arguments given: (loss, metrics). Without with_metrics, no metrics."""
+
+    def __call__(
+        self, logp_R: Tensor, *, entropy_R: Tensor, with_metrics: bool, unfiltered_logp_R: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]: ...
+
+
+class PackedModel(Protocol):
+    """`model.Decoder`: calls `head` with the hidden states at pos_R and the output layer's weight."""
+
+    def __call__(
+        self, token_T: Tensor, position_T: Tensor, layout, pos_R: Tensor, head: Callable[[Tensor, Tensor], Result]
+    ) -> Result: ...
+
+
+# ------------------------------------------------------------------------------------------------- log-probabilities
+
+
+def response_logps(model: PackedModel, inputs: tuple, target_R: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    """(logp_R, entropy_R) of the target tokens under the model, float32, in nats. inputs: `MicroBatch.model_inputs`."""
+    return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options))
+
+
+def head_logps(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor]:
+    """(logp_R, entropy_R) of kernels.linear_logp."""
+    return linear_logp(
+        hidden_RD,
+        weight_VD,
+        target_R,
+        vocab=options.vocab,
+        temperature=options.temperature,
+        return_entropy=True,
+        backend=options.backend,
+        sampling_filter=options.sampling_filter,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the loss
+
+
+def linear_loss(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    loss_of: LossOfLogps,
+    options: HeadOptions,
+    *,
+    num_grad_rows: int,
+    needs_unfiltered: bool = False,
+) -> tuple[Tensor, Metrics]:
+    """(loss, metrics and `DEVIATION`) of loss_of, on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature).
+
+    hidden_RD, weight_VD, target_R, precision: as `linear_logp`; differentiable once in the first two.
+    num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
+    If the loss has a gradient there, that counts in `DEVIATION` too.
+    needs_unfiltered: with a sampling_filter, loss_of gets the log-probabilities without it as well: two passes alone.
+    Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
+    """
+    assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
+    is_filtered_twice = needs_unfiltered and options.sampling_filter is not None
+    needs_grad = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
+    if options.path.kind == "one pass" and needs_grad:
+        assert not is_filtered_twice, options
+        return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
+    logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
+    if is_filtered_twice:
+        unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
+        loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
+    loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=True)
+    metrics[DEVIATION] = loss.new_zeros(())
+    return loss, metrics
+
+
+class _OnePass(torch.autograd.Function):
+    """Forward computes (loss, metrics) and both gradients; backward scales the gradients."""
+
+    @staticmethod
+    def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, loss_of, options):
+        wide = wide_dtype(hidden_RD)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden_RD = grad_weight_VD = None
+        if need_hidden:
+            grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape)
+        if need_weight:
+            grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
+            first_unwritten = options.vocab if num_grad_rows else 0  # PyTorch's chunks have no columns beyond
+            grad_weight_VD[first_unwritten:] = 0
+        stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)
+        used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
+
+        rest = slice(num_grad_rows, None)
+        stats_KR[0, rest], stats_KR[1, rest] = head_logps(hidden_RD[rest], weight_VD, target_R[rest], options)
+        chunks = logit_chunks(
+            hidden_RD[:num_grad_rows],
+            weight_VD,
+            target_R[:num_grad_rows],
+            options.vocab,
+            options.temperature,
+            options.backend,
+            options.sampling_filter,
+        )
+        found = None
+        for chunk in chunks:
+            rows = chunk.rows
+            stats_KR[:, rows] = chunk.logp_and_entropy()
+            is_last = rows.stop == num_grad_rows
+            found = derivatives(loss_of, stats_KR, with_metrics=is_last)
+            used_KR[:, rows] = found.slopes_KR[:, rows]
+            slope_of_logp_C, slope_of_entropy_C = found.slopes_KR[:, rows]
+            dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if found.uses_entropy else None)
+            num_columns = dz_CV.shape[1]
+            if need_hidden:
+                torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_RD[rows])
+            if need_weight:
+                is_first = rows.start == 0
+                mm_float32(dz_CV.T, hidden_RD[rows], grad_weight_VD[:num_columns], accumulate=not is_first)
+        if found is None:
+            found = derivatives(loss_of, stats_KR, with_metrics=True)
+
+        ctx.save_for_backward(grad_hidden_RD, grad_weight_VD)
+        ctx.dtype = hidden_RD.dtype
+        found.metrics[DEVIATION] = torch.maximum(*map(_deviation, used_KR, found.slopes_KR))
+        return found.loss, found.metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        scale = grad_loss.view(1, 1)  # a 0-dim tensor would be rounded to 16 bits first
+        grads = []
+        for grad in ctx.saved_tensors:
+            if grad is not None:
+                grad = torch.mul(grad, scale, out=torch.empty_like(grad, dtype=ctx.dtype))
+            grads.append(grad)
+        no_grad_of_options = [None] * 4  # target_R, num_grad_rows, loss_of, options
+        return *grads, *no_grad_of_options
+
+
+class Derivatives(NamedTuple):
+    loss: Tensor
+    metrics: Metrics
+    slopes_KR: Tensor  # of the loss, in logp and entropy; 0 where it does not use them
+    uses_entropy: bool
+
+
+def derivatives(loss_of: LossOfLogps, stats_KR: Tensor, *, with_metrics: bool) -> Derivatives:
+    """The loss at stats_KR (logp, entropy), and its derivatives there, by autograd."""
+    with torch.enable_grad():
+        logp_R, entropy_R = (x_R.detach().requires_grad_() for x_R in stats_KR)
+        loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=with_metrics)
+        slope_of_logp_R = slope_of_entropy_R = None
+        if loss.requires_grad:
+            slope_of_logp_R, slope_of_entropy_R = torch.autograd.grad(loss, (logp_R, entropy_R), allow_unused=True)
+    uses_entropy = slope_of_entropy_R is not None
+    if slope_of_logp_R is None:
+        slope_of_logp_R = torch.zeros_like(logp_R)
+    if slope_of_entropy_R is None:
+        slope_of_entropy_R = torch.zeros_like(entropy_R)
+    slopes_KR = torch.stack([slope_of_logp_R, slope_of_entropy_R])
+    return Derivatives(loss.detach(), metrics, slopes_KR, uses_entropy)
+
+
+def _deviation(used_R: Tensor, true_R: Tensor) -> Tensor:
+    """Sum of |used - true| / sum of |true|. Equal infinities and NaNs count as equal: the loss is not finite then."""
+    same_R = (used_R == true_R) | (used_R.isnan() & true_R.isnan())
+    size = torch.where(true_R.isfinite(), true_R, 0.0).abs().sum().clamp(min=torch.finfo(true_R.dtype).tiny)
+    return torch.where(same_R, 0.0, (used_R - true_R).abs()).sum() / size
+
+
+def one_pass_problem(deviation: float) -> str | None:
+    """The error of a step with this `DEVIATION`, if its gradients must not be applied."""
+    if deviation <= MAX_DEVIATION:
+        return None
+    return (
+        f"the computed gradient differs from the gradient of loss.py by {deviation:.2g}: loss.py couples the tokens "
+        "of a pack, or trains tokens without advantage, in a way that the probes at start missed. Extend "
+        "`probe_packs` in head.py, or return the path 'two passes' from `choose_loss_path`"
+    )
+
+
+# -------------------------------------------------------------------------------------------- which path, from probes
+
+
+def choose_loss_path(
+    policy_loss: Callable,
+    cfg: LossConfig,
+    has_old: bool,
+    has_ref: bool,
+    filtered: bool = False,
+    allow_pack_dependence: bool = False,
+) -> LossPath:
+    """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
+    old_logp_R and ref_logp_R; filtered: whether it filters logits. Deterministic, so all ranks choose the same path.
+    ConfigError if the gradient depends on how sequences are packed, unless allow_pack_dependence."""
+    packs = list(probe_packs(cfg, has_old, has_ref))
+    on_pack = depends_on_pack(policy_loss, packs)
+    if on_pack and not allow_pack_dependence:
+        raise ConfigError(PACK_DEPENDENCE)
+    zero_adv_has_grad = has_gradient_at_zero_advantage(policy_loss, packs)
+    if depends_on_other_tokens(policy_loss, packs):
+        coupled = "pack" if on_pack else "sequence"
+        return LossPath("two passes", f"the loss couples the tokens of a {coupled}", zero_adv_has_grad)
+    if filtered and has_ref:
+        why = "the KL is of log-probabilities without top_p and top_k"
+        return LossPath("two passes", why, zero_adv_has_grad)
+    return LossPath("one pass", zero_adv_has_grad=zero_adv_has_grad)
+
+
+NUM_PROBE_TOKENS = 24
+PROBE_SIZES = (1e-3, 0.03, 0.3, 3.0, 30.0)  # nats: log r; old - sampler, unless old_logprobs=sampler; ref - logp
+PUSHES = (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0)  # nats, by which a probe moves logp
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePack:
+    """A small pack that the loss is probed with: what `policy_loss` gets in a run, in float64."""
+
+    stats_KR: Tensor
+    arguments: dict[str, Tensor | int | LossConfig | None]  # all others of `policy_loss`
+
+    @property
+    def adv_R(self) -> Tensor:
+        return self.arguments["adv_R"]
+
+    @property
+    def seq_R(self) -> Tensor:
+        return self.arguments["seq_R"]
+
+    def slopes(self, policy_loss: Callable) -> Tensor:
+        """slopes_KR of `derivatives`."""
+        return derivatives(partial(policy_loss, **self.arguments), self.stats_KR, with_metrics=False).slopes_KR
+
+    def moved(self, is_moved_R: Tensor, push: float) -> "ProbePack":
+        """logp is higher by push at the chosen tokens, entropy by |push|."""
+        push_K1 = torch.tensor([[push], [abs(push)]])
+        return replace(self, stats_KR=self.stats_KR + push_K1 * is_moved_R)
+
+    def taken(self, row_M: Tensor) -> "ProbePack":
+        """The pack of the tokens row_M. From 24 tokens on they are others' sequences."""
+        arguments = {name: x[row_M] if torch.is_tensor(x) else x for name, x in self.arguments.items()}
+        copy_M = torch.arange(len(row_M)) // NUM_PROBE_TOKENS
+        arguments["seq_R"] = arguments["seq_R"] + 99 * copy_M
+        return ProbePack(self.stats_KR[:, row_M], arguments)
+
+
+def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[ProbePack]:
+    """Packs of 24 tokens, with log-ratios from small to large: four interleaved sequences of unlike length and share of
+    positive tokens, advantages of both signs and 0, some tokens masked."""
+    generator = torch.Generator().manual_seed(0)
+    token_R = torch.arange(NUM_PROBE_TOKENS)
+    seq_R = token_R // 12 * 2 + (token_R % 12 > 3)
+    adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
+    for size in PROBE_SIZES:
+        stats_KR = torch.rand(2, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64) + token_R / 24
+        stats_KR[0] = -2 * stats_KR[0] - 0.1
+        logp_R, _ = stats_KR
+        normal = torch.randn(3, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64)
+        log_ratio_R, gap_R, ref_gap_R = size * normal
+        old_R = logp_R - log_ratio_R if has_old else logp_R
+        sampler_R = logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R
+        arguments = {
+            "old_logp_R": old_R if has_old else None,
+            "sampler_logp_R": sampler_R,
+            "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
+            "adv_R": adv_R,
+            "mask_R": token_R % 7 != 6,
+            "seq_R": seq_R,
+            "positive_R": token_R % 7 < 3,
+            "num_valid_tokens": 1,  # 1: only ratios of derivatives matter
+            "num_valid_seqs": 1,
+            "num_positive_tokens": 1,
+            "cfg": cfg,
+        }
+        yield ProbePack(stats_KR, arguments)
+
+
+def depends_on_other_tokens(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+    """Whether the derivatives at a token depend on other tokens' logp or entropy. Every second token moves, then every
+    second sequence, by little and by much: those that stay must keep their derivatives."""
+    for pack in packs:
+        token_R = torch.arange(NUM_PROBE_TOKENS)
+        for odd in (0, 1):
+            if _moves_others(policy_loss, pack, token_R % 2 == odd):
+                return True
+            if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):
+                return True
+    return False
+
+
+def depends_on_pack(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+    """Whether the derivatives at a token depend on other sequences, on their number, or on the order of tokens. Every
+    second sequence moves; then the derivatives must stay, up to float32 rounding, as each sequence is alone and
+    reversed, and as the pack is there fifty times."""
+    for pack in packs:
+        for odd in (0, 1):
+            if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):
+                return True
+        slopes_KR = pack.slopes(policy_loss)
+        rows = [(pack.seq_R == seq).nonzero()[:, 0].flip(0) for seq in pack.seq_R.unique()]
+        rows.append(torch.arange(NUM_PROBE_TOKENS).repeat(50))
+        for row_M in rows:
+            if not _are_equal(pack.taken(row_M).slopes(policy_loss), slopes_KR[:, row_M], 1e-4):
+                return True
+    return False
+
+
+def has_gradient_at_zero_advantage(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+    """Whether a token of advantage 0 has a derivative: from a KL, an entropy bonus or an NLL."""
+    return any(bool((pack.slopes(policy_loss)[:, pack.adv_R == 0] != 0).any()) for pack in packs)
+
+
+def _moves_others(policy_loss: Callable, pack: ProbePack, is_moved_R: Tensor) -> bool:
+    """Whether the derivatives of the tokens that stay change as the others move."""
+    staying_KR = pack.slopes(policy_loss)[:, ~is_moved_R]
+    for push in PUSHES:
+        again_KR = pack.moved(is_moved_R, push).slopes(policy_loss)[:, ~is_moved_R]
+        if not _are_equal(again_KR, staying_KR, 1e-9):
+            return True
+    return False
+
+
+def _are_equal(a_KR: Tensor, b_KR: Tensor, rtol: float) -> bool:
+    return bool(torch.isclose(a_KR, b_KR, rtol=rtol, atol=0, equal_nan=True).all())

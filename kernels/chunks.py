@@ -1,0 +1,136 @@
+"""Logits of a linear head, a chunk of rows at a time in one buffer: statistics, then gradients in place.
+
+z, p, H, g, h, dz: as in logp.py. `TorchChunk` says in PyTorch what `TritonChunk` does with two kernels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import sizes
+from kernels.backend import KernelBackend, choose_backend
+from kernels.filter import SamplingFilter, mark_cut_targets_
+from kernels.matmul import mm_float32, wide_dtype
+from kernels.row_kernels import row_stats, write_dlogits
+
+
+class LogitChunk(Protocol):
+    """The logits of some rows. Each method overwrites what the one before it has left in the buffer."""
+
+    rows: slice
+
+    def logp_and_entropy(self) -> Tensor:
+        """[2, C] in nats, in the logits' dtype; logp is -inf where a filter cut the target."""
+
+    def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        """dz_CV in the inputs' dtype, after this chunk's own `logp_and_entropy`: with statistics of another matmul,
+        1 - p of a near-certain token would be rounding error. g_C, h_C: derivatives of the loss in logp and entropy;
+        None: 0."""
+
+
+@dataclass(slots=True)
+class TritonChunk:
+    """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
+
+    rows: slice
+    logits_CV: Tensor
+    target_C: Tensor
+    vocab: int
+    temperature: float
+    dtype: torch.dtype  # of dz
+    stats_KC: Tensor = field(init=False)  # of `row_stats`
+
+    def logp_and_entropy(self) -> Tensor:
+        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.vocab, self.temperature)
+        mark_cut_targets_(self.stats_KC[0])
+        return self.stats_KC[:2]
+
+    def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        num_columns = self.logits_CV.shape[1]
+        dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
+        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, self.vocab, self.temperature)
+        return dlogits_CV
+
+
+@dataclass(slots=True)
+class TorchChunk:
+    """The buffer holds logits of the vocabulary, then logits less the largest of their row, then dz, in float32 or
+    float64. A second buffer holds exp."""
+
+    rows: slice
+    logits_CV: Tensor
+    target_C: Tensor
+    vocab: int
+    temperature: float
+    dtype: torch.dtype  # of dz
+    shifted_CV: Tensor = field(init=False)  # logit - m, m the largest of the row
+    sum_C: Tensor = field(init=False)  # of exp((logit - m) / temperature): exact, however large logits are
+    entropy_C: Tensor = field(init=False)
+
+    def logp_and_entropy(self) -> Tensor:
+        max_C = self.logits_CV.amax(1)
+        self.shifted_CV = self.logits_CV.sub_(max_C[:, None])
+        exp_CV = self.shifted_CV.div(self.temperature).exp_()
+        self.sum_C = exp_CV.sum(1)
+        target_logit_C = self.shifted_CV.gather(1, self.target_C[:, None])[:, 0]
+        logp_C = target_logit_C / self.temperature - self.sum_C.log()
+        weighted_C = exp_CV.mul_(self.shifted_CV).sum(1)
+        self.entropy_C = self.sum_C.log() - weighted_C / (self.sum_C * self.temperature)
+        mark_cut_targets_(logp_C)
+        return torch.stack([logp_C, self.entropy_C])
+
+    def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        z_CV = self.shifted_CV
+        if self.temperature != 1:
+            z_CV = z_CV.div_(self.temperature)
+        scale_C = 1 / (self.sum_C * self.temperature)
+        if h_C is None:  # -p g
+            dz_CV = z_CV.exp_().mul_((-g_C * scale_C)[:, None])
+        else:  # -p (g + h (log p + H)), with log p = z - log of the sum
+            exp_CV = z_CV.exp()
+            offset_C = g_C + h_C * (self.entropy_C - self.sum_C.log())
+            dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_((offset_C * scale_C)[:, None]).mul_(exp_CV)
+        row_C = torch.arange(len(dz_CV), device=dz_CV.device)
+        dz_CV[row_C, self.target_C] += g_C / self.temperature
+        return dz_CV.to(self.dtype)
+
+
+def logit_chunks(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    vocab: int | None = None,
+    temperature: float = 1.0,
+    backend: KernelBackend | None = None,
+    sampling_filter: SamplingFilter | None = None,
+) -> Iterator[LogitChunk]:
+    """The logits hidden_RD @ weight_VD.T in chunks of rows, cut by sampling_filter, in one buffer for all chunks. The
+    options are those of `linear_logp`."""
+    num_rows, device_type = len(hidden_RD), hidden_RD.device.type
+    if hidden_RD.dtype == torch.float64:
+        backend = KernelBackend("torch")
+    backend = backend or choose_backend("auto", device_type)
+    vocab = len(weight_VD) if vocab is None else vocab
+    assert 0 < vocab <= len(weight_VD), (vocab, weight_VD.shape)
+    torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
+    most_rows = max(num_rows, backend.pack_rows)  # so that the memory which a pack leaves is what the next one asks for
+    if backend.name == "triton":
+        row_stride = sizes.row_stride(len(weight_VD))
+        chunk_rows = sizes.triton_rows(most_rows, row_stride, backend.chunk_rows)
+        make_chunk = TritonChunk
+    else:
+        weight_VD = weight_VD[:vocab]
+        row_stride = vocab
+        chunk_rows = sizes.torch_rows(vocab, device_type)
+        make_chunk = TorchChunk
+    buffer_CV = hidden_RD.new_empty(min(chunk_rows, most_rows), row_stride, dtype=wide_dtype(hidden_RD))
+    for start in range(0, num_rows, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, num_rows))
+        logits_CV = buffer_CV[: rows.stop - start, : len(weight_VD)]
+        mm_float32(hidden_RD[rows], weight_VD.T, out=logits_CV)
+        if sampling_filter:
+            sampling_filter.cut_(logits_CV[:, :vocab], temperature)
+        yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, hidden_RD.dtype)

@@ -1,0 +1,36 @@
+"""What the kernels compute, written naively: all logits in memory, autograd, in any dtype. Tests and bench/ compare
+with it in float64; nothing else uses it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def reference_logp(
+    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, *, vocab: int | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(logp_R, entropy_R) of `linear_logp`, in the inputs' dtype."""
+    logits_RV = hidden_RD @ weight_VD[:vocab].T / temperature
+    all_logp_RV = logits_RV.log_softmax(-1)
+    logp_R = all_logp_RV.gather(1, target_R[:, None])[:, 0]
+    entropy_R = -(all_logp_RV.exp() * all_logp_RV).sum(-1)
+    return logp_R, entropy_R
+
+
+def reference_gradients(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    *,
+    vocab: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, logp_R, entropy_R, dX, dW) in float64. loss_of: a scalar of (logp_R, entropy_R)."""
+    hidden_RD, weight_VD = (x.detach().double().requires_grad_() for x in (hidden_RD, weight_VD))
+    with torch.enable_grad():
+        logp_R, entropy_R = reference_logp(hidden_RD, weight_VD, target_R, vocab=vocab, temperature=temperature)
+        loss = loss_of(logp_R, entropy_R)
+    grad_hidden_RD, grad_weight_VD = torch.autograd.grad(loss, (hidden_RD, weight_VD))
+    return loss.detach(), logp_R.detach(), entropy_R.detach(), grad_hidden_RD, grad_weight_VD

@@ -1,0 +1,132 @@
+"""Two Triton kernels on rows of logits, and their launch. A program owns a row.
+
+    z = logit / temperature      log p = z - logsumexp(z)      logp = log p at the target      H = -sum_j p_j log p_j
+
+Bytes for each logit, and what was measured: 32,768 rows of 151,936 logits in six chunks, bfloat16 dz, an H200, commit
+8af617b (docs/LOG.md, bench/results/gpu_2026-11-26/head.jsonl).
+
+    kernel      bytes read   bytes written                              time     speed
+    row_stats   4            0 (16 a row)                               5.6 ms   3.5 TB/s
+    dlogits     4            2, or 4 where the inputs are float32       7.2 ms   4.2 TB/s
+
+The softmax is over the first `vocab` columns, the tokenizer's ids: often an odd number, at which matmuls are slow. So
+the logits have all columns of the weight, with p = dz = 0 from `vocab` on. `row_stride`, a row's length in memory, is a
+multiple of 16 (kernels/sizes.py): the kernels load and store whole rows, 16 bytes at a time.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 8192  # columns that a program has in registers: 16 a thread
+LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
+
+
+def row_stats(logits_CV: Tensor, target_C: Tensor, vocab: int, temperature: float) -> Tensor:
+    """[4, C], of each row: logp, entropy, its largest logit m, and log2 of sum exp((logit - m) / temperature): exact,
+    however large logits are. logits_CV: float32, rows of a multiple of 16 elements in memory."""
+    num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
+    stats_KC = logits_CV.new_empty(4, num_rows)
+    row_stats_kernel[(num_rows,)](
+        logits_CV, target_C, stats_KC, num_rows, vocab, row_stride, 1 / temperature, **launch_options(row_stride)
+    )
+    return stats_KC
+
+
+def write_dlogits(
+    dlogits_CV: Tensor,
+    logits_CV: Tensor,
+    target_C: Tensor,
+    stats_KC: Tensor,
+    g_C: Tensor,
+    h_C: Tensor | None,
+    vocab: int,
+    temperature: float,
+) -> None:
+    """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_KC: of
+    `row_stats` on these logits. g_C, h_C: derivatives of the loss in logp and entropy; None: 0."""
+    num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
+    has_entropy = h_C is not None
+    h_or_any_C = h_C if has_entropy else g_C  # the kernel does not read it without ENTROPY
+    dlogits_kernel[(num_rows,)](
+        logits_CV,
+        dlogits_CV,
+        target_C,
+        stats_KC,
+        g_C.contiguous(),
+        h_or_any_C.contiguous(),
+        num_rows,
+        vocab,
+        row_stride,
+        1 / temperature,
+        ENTROPY=has_entropy,
+        **launch_options(row_stride),
+    )
+
+
+def launch_options(row_stride: int) -> dict[str, int]:
+    """Columns per block, and warps, of a program that owns a row."""
+    block = min(BLOCK, triton.next_power_of_2(row_stride))
+    return {"BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+@triton.jit
+def load_block(logits, column, vocab, row_stride):
+    """A block of a row's logits, CUT from `vocab` on. The mask of the load ends at a multiple of 16: a mask that ends
+    at an odd column would split it into one load per column."""
+    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)  # CUT
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_stride, scale, BLOCK: tl.constexpr):
+    """A program per row writes its logp, entropy, m and log2 s into stats, [4, num_rows]. scale = 1 / temperature."""
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
+    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
+    largest = -1e30  # CUT
+    total, weighted = 0.0, 0.0  # sums of exp and exp * log2_z
+    for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # prefetches two blocks
+        logit = load_block(logits, start + tl.arange(0, BLOCK), vocab, row_stride)
+        before, largest = largest, tl.maximum(largest, tl.max(logit, 0))
+        rise = (before - largest) * (scale * LOG2_E)
+        log2_z = (logit - largest) * (scale * LOG2_E)
+        exp = tl.exp2(log2_z)
+        weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * log2_z, 0)
+        total = tl.exp2(rise) * total + tl.sum(exp, 0)
+    log2_sum = tl.log2(total)
+    tl.store(stats, (tl.load(logits + tl.load(target_ptr + row)) - largest) * scale - log2_sum * LN2)
+    tl.store(stats + num_rows, (log2_sum - weighted / total) * LN2)
+    tl.store(stats + 2 * num_rows, largest)
+    tl.store(stats + 3 * num_rows, log2_sum)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def dlogits_kernel(
+    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program per row overwrites it with dz, in elements as wide or half as wide. stats: of `row_stats_kernel`.
+
+    The program goes from left to right. Narrow elements land on this block or earlier ones, which all threads have
+    read: a barrier separates loads from stores. The next block is prefetched meanwhile."""
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
+    logits, stats = logits_ptr + row * row_stride, stats_ptr + row
+    dlogits = dlogits_ptr + row * row_stride * (32 // dlogits_ptr.dtype.element_ty.primitive_bitwidth)
+    target, g, h = tl.load(target_ptr + row), tl.load(g_ptr + row), 0.0
+    entropy, largest = tl.load(stats + num_rows), tl.load(stats + 2 * num_rows)
+    log2_sum = tl.load(stats + 3 * num_rows)
+    if ENTROPY:
+        h = tl.load(h_ptr + row)
+    column = tl.arange(0, BLOCK)
+    next_logit = load_block(logits, column, vocab, row_stride)
+    for _ in range(0, row_stride, BLOCK):
+        log2_p = (next_logit - largest) * (scale * LOG2_E) - log2_sum
+        next_logit = load_block(logits, column + BLOCK, vocab, row_stride)
+        slope = g
+        if ENTROPY:
+            slope = g + h * (log2_p * LN2 + entropy)
+        dz = scale * (tl.where(column == target, g, 0.0) - tl.exp2(log2_p) * slope)
+        tl.debug_barrier()
+        tl.store(dlogits + column, dz.to(dlogits_ptr.dtype.element_ty), column < row_stride)
+        column += BLOCK
