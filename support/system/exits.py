@@ -1,6 +1,7 @@
 """How a rank ends: the exceptions that end a run, exit codes, signals, and `exit.json`. No torch.
 
-torchrun turns all codes but 0 into 1: ranks also write {code, reason, rank, host} to exit.json and $GRPO_EXIT_FILE.
+torchrun turns all codes but 0 into 1: ranks also write {code, reason, rank, host} to exit.json and $GRPO_EXIT_FILE, and
+lost_rank where another rank's death was the reason.
 """
 
 import contextlib
@@ -29,7 +30,6 @@ EXIT_MEMORY = 5  # support/run/memory.py
 EXIT_SAVED = 75  # on a signal
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 PF_EXITING = 4  # in the flags of /proc/PID/stat
-GRACE_SECONDS = 5.0  # for another rank to say why it ended, or to write its stacks
 LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 START_TIME = time.monotonic()  # of this process, near enough
 _rank = os.environ.get("RANK", "0")
@@ -99,12 +99,20 @@ class Peers:
         host, _ = self.processes.get(rank, (host_name(), 0))
         return f"{side}rank {rank} on {host}"
 
-    def find_lost(self, run_folder: Path | None) -> str | None:
-        """Why this rank must end: a rank on this machine is gone, and nobody has said why. None while all live."""
+    def find_lost_rank(self) -> int | None:
+        """A rank on this machine whose process has ended. None while all live."""
         for rank, (host, pid) in self.processes.items():
             if host == host_name() and not _is_alive(pid):
-                return f"crashed: {self.name(rank)} (process {pid}) is gone{_go_on(run_folder)}"
+                return rank
         return None
+
+    def find_lost(self, run_folder: Path | None) -> str | None:
+        """Why this rank must end: a rank on this machine is gone, and nobody has said why. None while all live."""
+        rank = self.find_lost_rank()
+        if rank is None:
+            return None
+        _, pid = self.processes[rank]
+        return f"crashed: {self.name(rank)} (process {pid}) is gone{_go_on(run_folder)}"
 
 
 NO_PEERS = Peers()  # before the ranks have met
@@ -117,7 +125,11 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         run_folder = run_folder if job_rank == 0 else None
-    text = json.dumps({"code": code, "reason": reason, "rank": job_rank, "host": host_name()}) + "\n"
+    end = {"code": code, "reason": reason, "rank": job_rank, "host": host_name()}
+    lost_rank = peers.find_lost_rank() if code == EXIT_CRASH else None
+    if lost_rank is not None:
+        end["lost_rank"] = lost_rank
+    text = json.dumps(end) + "\n"
     files = [Path(os.environ["GRPO_EXIT_FILE"])] if "GRPO_EXIT_FILE" in os.environ else []
     files += [run_folder / "exit.json"] if run_folder else []
     if _write_once(files[0], text) if files else job_rank == 0:
@@ -165,12 +177,6 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
             return code, f"{end}: {error}"
     if lost := peers.find_lost(run_folder):
         return EXIT_CRASH, lost
-    has_other_hosts = any(host != host_name() for host, _ in peers.processes.values())
-    if has_other_hosts and run_folder:
-        time.sleep(GRACE_SECONDS)  # a rank on the machine of the one that ended knows more, and the first report counts
-        with contextlib.suppress(FileNotFoundError):
-            end = json.loads((run_folder / "exit.json").read_text())
-            return end["code"], f"{peers.name(end['rank'])} ended first: {end['reason']}"
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         reason = describe_os_error(error)
@@ -178,7 +184,10 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
         say("".join(traceback.format_exception(error)).rstrip(), is_error=True)
     if not error.__cause__:  # else the message was made to name the place
         reason += place_of(error)
-    return EXIT_CRASH, f"crashed: {reason}" + (_go_on(run_folder) if has_other_hosts else "")
+    has_other_hosts = any(host != host_name() for host, _ in peers.processes.values())
+    if has_other_hosts:  # one of them may be gone
+        reason += _go_on(run_folder)
+    return EXIT_CRASH, f"crashed: {reason}"
 
 
 def place_of(error: BaseException) -> str:

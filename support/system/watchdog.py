@@ -18,10 +18,11 @@ from types import FrameType
 
 from config import WatchdogConfig
 from support.system.disk import describe_os_error, write_whole
-from support.system.exits import EXIT_CRASH, EXIT_HUNG, GRACE_SECONDS, LIBRARIES, report_exit
+from support.system.exits import EXIT_CRASH, EXIT_HUNG, LIBRARIES, report_exit
 from support.system.ranks import Ranks
 
 POLL_SECONDS = 1.0
+GRACE_SECONDS = 5.0  # for another rank to say why it ended, or to write its stacks
 WAITS = "waits for other ranks"  # what the line of a rank in a collective says
 
 

@@ -96,3 +96,15 @@ def test_torchrun_killed_while_the_ranks_import_leaves_none(tmp_path):
 
 def children_of(pid):
     return [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.7 * number for number in range(10)])
+def test_a_signal_at_ten_moments_of_the_last_step(tmp_path, seconds):
+    """The run ends with what exit.json says: it is done, or told to stop before it could be."""
+    life = Life(tmp_path, 1, slow=("update", 1))
+    life.wait_for(life.mark.exists)
+    time.sleep(seconds)
+    code, _ = life.end(signal.SIGTERM)
+    end = json.loads((tmp_path / "logs" / "exp_001" / "exit.json").read_text())
+    assert (end["code"], code in (0, 75)) == (code, True), life.log.read_text()[-3000:]

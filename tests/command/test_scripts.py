@@ -49,7 +49,7 @@ if "end=lost" in sys.argv and rank == "1":  # as support/system/exits.py says it
         time.sleep(0.01)
     reason = "crashed: rank 0 on here (process %s) is gone; continue so" % open("killed").read()
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
-        json.dump({"code": 1, "reason": reason, "rank": 1, "host": "there"}, file)
+        json.dump({"code": 1, "reason": reason, "rank": 1, "host": "there", "lost_rank": 0}, file)
     open("said", "w").close()
     time.sleep(60)  # until torchrun ends it
 if "end=lost" in sys.argv:
@@ -59,7 +59,7 @@ if "end=lost" in sys.argv:
         time.sleep(0.01)
 if "end=killed" in sys.argv or "end=lost" in sys.argv:
     os.kill(os.getpid(), signal.SIGSEGV if "end=lost" in sys.argv else signal.SIGKILL)
-code = 75 if seen else 3
+code = 0 if "step=last" in sys.argv else 75 if seen else 3
 if rank == "0":
     with open(os.environ["GRPO_EXIT_FILE"], "w") as file:
         json.dump({"code": code, "reason": "the reason,\\nin 'two' lines", "rank": 0, "host": "here"}, file)
@@ -94,7 +94,7 @@ def start(repo: Path, *args: str, stdout: int = subprocess.PIPE, **env: str) -> 
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    """Seven runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
+    """Eight runs at once, each in a copy of its own: name -> (folder, exit code, stdout, stderr). Most of their time
     is torchrun's start."""
     runs = {}
     for name, words, env in (
@@ -102,6 +102,7 @@ def launches(tmp_path_factory):
         ("killed", ("my.yaml", "end=killed", "--nproc_per_node=1"), {}),
         ("lost", ("my.yaml", "end=lost"), {}),
         ("signal", ("my.yaml", "end=signal"), {}),
+        ("last step", ("my.yaml", "end=signal", "step=last"), {}),
         ("orphan", ("my.yaml", "end=signal"), {}),
         ("exit", ("my.yaml", "end=exit", "--nproc_per_node=1"), {}),
     ):
@@ -112,7 +113,7 @@ def launches(tmp_path_factory):
     folder = copy_of_repository(tmp_path_factory.mktemp("unread"))
     runs["unread"] = folder, start(folder, "my.yaml", "--nproc_per_node=1", stdout=write_end)
     os.close(write_end)
-    for name, number in (("signal", signal.SIGUSR1), ("orphan", signal.SIGKILL)):
+    for name, number in (("signal", signal.SIGUSR1), ("last step", signal.SIGTERM), ("orphan", signal.SIGKILL)):
         folder, run = runs[name]
         while len(list(folder.glob("started_*"))) < 2:
             assert run.poll() is None, run.communicate()
@@ -167,8 +168,9 @@ def test_a_reader_of_the_output_that_leaves_costs_nothing(launches):
 def test_the_signal_that_killed_a_rank_is_added_to_what_another_rank_says(launches):
     folder, code, _, err = launches["lost"]
     pid = (folder / "killed").read_text()
-    reason = f"crashed: rank 0 on here (process {pid}) was killed by SIGSEGV; continue so (rank 1 on there)"
-    assert (code, err.splitlines()[-1]) == (1, f"train.sh: exit code 1: {reason}")
+    line = err.splitlines()[-1]
+    assert code == 1 and line.startswith("train.sh: exit code 1: crashed: rank 0 on here")
+    assert "(rank 1 on there)" in line and line.endswith(f"rank 0 on here (process {pid}) was killed by SIGSEGV")
 
 
 def test_signal_reaches_every_rank(launches):
@@ -176,6 +178,12 @@ def test_signal_reaches_every_rank(launches):
     assert code == 75, err
     for rank in range(2):
         assert (folder / f"seen_{rank}").read_text() == str([int(signal.SIGUSR1)])
+
+
+def test_a_signal_in_the_last_step_changes_no_end(launches):
+    folder, code, _, err = launches["last step"]
+    assert (code, "exit code" in err) == (0, False), err
+    assert [(folder / f"seen_{rank}").read_text() for rank in (0, 1)] == [str([int(signal.SIGTERM)])] * 2
 
 
 def test_failed_check_starts_nothing(repo):
