@@ -26,7 +26,9 @@ import pytest
 SLOW_FOLDERS = {ROOT / "tests" / name for name in ("command", "graders", "agents", "red_team", "examples", "tools")}
 SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 # By what it or one of its fixtures starts: ranks, or the real command.
-LAUNCHES = re.compile(r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|@ranks\(|ends_of\(")
+LAUNCHES = re.compile(
+    r"torch\.distributed\.run|mp\.spawn\(|_worker\.py|run_to_the_end\(|train\.sh|[@ ]ranks\(|ends_of\("
+)
 # Fixtures of the session that take long to make -> the files that use them: vLLM's engine.
 TOGETHER = {
     "engine": (

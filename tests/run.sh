@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up as train.sh does, runs the linter (over what git tracks), then the tests. Other arguments go to pytest.
-# A whole suite runs in three processes; named files run in one, as do the long tests and those of a GPU.
+# A whole suite runs in three processes; --fast, named files, the long tests and those of a GPU run in one.
 #   --fork   what judges numbers: without linter, pages and imports
-#   --fast   40 to 70 s on two idle cores: no process is launched, a stand-in takes vLLM's place
+#   --fast   a minute of one core: no process is launched, a stand-in takes vLLM's place
 #   --long   those that take minutes each, which are left out otherwise
 # What only tests need (requirements/tests.txt: pytest-xdist, W&B's package) goes into the .venv that setup.sh makes and
 # nowhere else. With GRPO_VENV or GRPO_PYTHON nothing is added: without these packages one process runs, and W&B's tests
@@ -31,9 +31,8 @@ files=$(git grep -l '' -- '*.py' 2>/dev/null) || files=.  # those that are there
 # shellcheck disable=SC2086
 [[ $select == *house* ]] || "$PYTHON" -m ruff check $files
 parallel=()
-if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *tests/* ]] && "$PYTHON" -c "import xdist" 2>/dev/null; then
+if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *--fast* && $* != *tests/* ]] && "$PYTHON" -c "import xdist" 2>/dev/null; then
     workers=3  # on two cores: tests of whole runs wait for deadlines, signals and each other
-    [[ ${1:-} != --fast ]] || workers=2
     parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)  # tests/conftest.py has order and what stays together
 fi
 exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"

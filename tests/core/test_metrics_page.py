@@ -170,9 +170,12 @@ def test_formulas_of_the_loss_and_of_samples(one_rank):
 
 def test_formulas_of_validation():
     code = summarize(VALIDATED)
-    names = {"outcome": "outcome", "reward": "reward", "gen_tokens": "num_gen_tokens", "finish_reason": "finish_reason"}
-    names = {name: np.array([getattr(s, field) for group in VALIDATED for s in group]) for name, field in names.items()}
-    names |= {"n": 4, "c": np.array([2, 3]), "comb": np.vectorize(math.comb)}
+    samples = [sample for group in VALIDATED for sample in group]
+    names = {"n": 4, "c": np.array([2, 3]), "comb": np.vectorize(math.comb)}
+    names["outcome"] = np.array([s.grade.outcome for s in samples])
+    names["reward"] = np.array([s.grade.reward for s in samples])
+    names["gen_tokens"] = np.array([s.num_gen_tokens for s in samples])
+    names["finish_reason"] = np.array([s.finish_reason for s in samples])
     texts = {key: text for key, text in formulas().items() if key.startswith("validation/")}
     assert len(texts) == 6
     for key, text in texts.items():

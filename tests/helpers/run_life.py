@@ -86,12 +86,13 @@ def run_to_the_end(work, num_steps, *overrides, **how):
 
 
 def told_to_stop(work, number, slow, *overrides, resume=None):
-    """A run that is told to stop when it is in the slow phase: saved, exit code 75 within 20 seconds. Its folder."""
+    """A run that is told to stop when it is in the slow phase, whose minute it does not wait for: saved, exit code 75.
+    Its folder."""
     life = Life(work, 6, *overrides, slow=slow, resume=resume)
     life.wait_for(life.mark.exists)
     code, seconds = life.end(number)
     folder = resume or work / "logs" / "exp_001"
-    assert (code, seconds < 20) == (75, True), (code, seconds, life.log.read_text()[-3000:])
+    assert (code, seconds < 40) == (75, True), (code, seconds, life.log.read_text()[-3000:])
     assert json.loads((folder / "exit.json").read_text())["code"] == 75
     assert newest_step(folder) == steps(folder)[-1], "the last whole step was saved"
     print(f"{signal.Signals(number).name} in {slow[0]}: step {newest_step(folder)} saved, {seconds:.1f} s")

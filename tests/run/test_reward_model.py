@@ -23,6 +23,8 @@ from support.run.reward_model import RewardModel
 from support.system.exits import StopRun
 from support.system.ranks import start_process_group
 
+pytestmark = pytest.mark.slow  # transformers' classifiers
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -89,7 +91,6 @@ def gaps(scores, expected):
     return torch.tensor([abs(a - b) for a, b in zip(scores, expected, strict=True) if b is not None])
 
 
-@pytest.mark.slow("qwen2|llama")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -116,7 +117,6 @@ def test_scores_equal_transformers(family, options, one_rank, tmp_path):
     assert gaps(half.score(CONVERSATIONS), of_rounded_weights).norm() <= 1.2 * gaps(rounded, of_rounded_weights).norm()
 
 
-@pytest.mark.slow
 def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsys):
     folder = shutil.copytree(qwen3[0], tmp_path / "model")
     refuses_x = "{% if messages[1]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + TEMPLATE
@@ -127,7 +127,6 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
     assert "1 of 3 conversations are over env.reward_model.max_model_len=60" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3):
     """Three environments side by side, one of them the model, by which only its conversations are scored."""
     from engine import SamplingOptions  # not at the top: spawned ranks do without vLLM
@@ -205,7 +204,6 @@ def test_what_is_no_reward_model_is_said_at_check(edit, options, message, qwen3,
         read_reward_model(cfg)
 
 
-@pytest.mark.slow
 def test_two_ranks(qwen3):
     score_on_two_ranks(*qwen3)
 
