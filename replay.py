@@ -24,9 +24,9 @@ from metrics import Numbers
 from model import Decoder, Reference
 from optim import build_optimizer, set_learning_rate
 from pack import make_minibatches
-from support.check.preflight import num_steps_of, read_inputs
 from support.inputs import reader
 from support.inputs.resume import checkpoint_folder, read_meta
+from support.inputs.run_inputs import num_steps_of, read_inputs
 from support.run import checkpoint, dump
 from support.run.start import build_head, build_policy, build_reference, hash_of_base
 from support.system.disk import keep_console

@@ -25,9 +25,9 @@ from gap import check_canary
 from head import HeadOptions, response_logps
 from pack import make_minibatches
 from rollout import sample_step
-from support.check.preflight import read_inputs
 from support.hf.weights import sharded_parameters
 from support.inputs import reader
+from support.inputs.run_inputs import read_inputs
 from support.run.start import build, build_head
 from support.system.exits import exit_process
 from support.system.ranks import Ranks, start_process_group

@@ -22,7 +22,8 @@ LEVELS = (
     ("config",),
     ("support/__init__", "kernels", "judges", "support/system", "records"),
     ("envs", "advantages", "loss", "head", "attention"),
-    ("support/inputs", "support/check", "support/graders", "support/agents", "support/hf", "lora", "pack"),
+    ("support/graders", "support/agents", "support/hf", "support/inputs", "lora", "pack"),
+    ("support/check",),
     ("model", "engine"),
     ("metrics", "rollout"),
     ("gap",),
@@ -115,8 +116,8 @@ def test_no_file_imports_in_a_circle():
 
 
 def test_check_needs_no_torch():
-    """`--check` answers before torch is loaded: neither support/check/ nor anything that it imports needs torch."""
-    names = with_all_it_imports(name for name in PRODUCT if name.startswith("support/check/"))
+    """`--check` answers before torch is loaded: no file of inputs or check, nor what one imports, needs torch."""
+    names = with_all_it_imports(name for name in PRODUCT if name.startswith(("support/check/", "support/inputs/")))
     assert [name for name in names if {"torch", "triton", "vllm"} & packages(TREES[name])] == []
 
 

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from config import ConfigError
-from support.check.preflight import ALL_RANKS_GENERATE, RunInputs, read_tokenizer
+from support.check.preflight import ALL_RANKS_GENERATE
 from support.inputs import reader, resume
 from support.inputs.model_config import read_model_config, resolve_folder
+from support.inputs.run_inputs import RunInputs, read_tokenizer
 from support.run import checkpoint
 from support.run.start import build_policy, hash_of_base
 from support.run.steps import export

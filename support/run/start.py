@@ -25,10 +25,11 @@ from pack import needs_old_logps
 from rollout import Sampler
 from support.check import preflight
 from support.check.memory_plan import OWN_CONTEXT
-from support.check.preflight import RunInputs, data_lines, memory_plan, notes, num_steps_of
+from support.check.preflight import data_lines, memory_plan, notes
 from support.check.rules import must_save_by_seconds
 from support.hf.weights import full_shapes
 from support.inputs.resume import checkpoint_folder
+from support.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
 from support.run import checkpoint
 from support.run.folder import open_run_folder
 from support.run.log import RunLog, Timers
@@ -119,7 +120,9 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
         peers = ranks.peers
         cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
-        inputs = preflight.read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
+        is_tried = "GRPO_PARENT" in os.environ  # by the check of train.sh
+        first = partial(on_rank0, group=ranks.job)
+        inputs = read_inputs(cfg, to_train=to_train, tries_environments=not is_tried, on_rank0=first)
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
         memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)

@@ -13,8 +13,8 @@ from config import Config
 from engine import SamplingOptions, sync_weights
 from records import Sample, groups_of
 from rollout import Sampler
-from support.check.preflight import RunInputs
 from support.inputs.resume import checkpoint_folder
+from support.inputs.run_inputs import RunInputs
 from support.run import checkpoint
 from support.run.log import RunLog, shown
 from support.run.start import Job, Run, build, hash_of_base

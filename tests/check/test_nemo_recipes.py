@@ -17,7 +17,7 @@ import envs
 from config import ConfigError
 from support.check import preflight
 from support.graders.environments import make_environment
-from support.inputs import reader
+from support.inputs import reader, run_inputs
 
 LIST = RECIPES / "recipes.txt"
 NAMES = LIST.read_text().split() if LIST.exists() else []
@@ -44,8 +44,8 @@ def here(folder, monkeypatch):
     def without_workers(name, cfg, num_ranks):
         return envs.Environment() if name == "math" else make_environment(name, cfg, num_ranks)
 
-    monkeypatch.setattr(preflight, "make_environment", without_workers)
-    monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda name: iter([name]))  # some want W&B
+    monkeypatch.setattr(run_inputs, "make_environment", without_workers)
+    monkeypatch.setattr(run_inputs.importlib.metadata, "distributions", lambda name: iter([name]))  # some want W&B
     return folder
 
 

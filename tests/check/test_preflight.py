@@ -14,9 +14,10 @@ from hf_folders import QWEN2
 import config
 from config import ConfigError
 from support.check import preflight, rules
-from support.check.preflight import check, check_fits, check_reward_names, read_inputs
-from support.inputs import reader
+from support.check.preflight import check
+from support.inputs import reader, run_inputs
 from support.inputs.model_config import ModelConfig
+from support.inputs.run_inputs import check_fits, check_reward_names, read_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,7 +158,7 @@ def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
     number = int(np.random.Generator(np.random.PCG64([42, 0])).permutation(40)[0])  # the first of the first epoch
     assert first.startswith(f"first      row {number} of gsm8k_train: '<|user|>Solve the problem step by step. ")
     assert first.endswith(f"{990 + number} + 1?\\n<|end|><|assistant|>', expected answer '{991 + number:,}'")
-    inputs = preflight.read_inputs(cfg)
+    inputs = read_inputs(cfg)
     problem = inputs.train.datasets["gsm8k_train"].problems[10]
     assert problem.env_name == "math" and problem.answer == "1,001" and list(inputs.environments) == ["math"]
     (content,) = [message["content"] for message in problem.messages]
@@ -182,7 +183,7 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
         "first      row 0 of rows: '<|user|>0+1=<|end|><|assistant|>', expected answer '1'",
         "steps      120, each with 16 prompts x 16 samples",
     ]
-    for read in (lambda: check(cfg, all_rows=True), lambda: preflight.read_inputs(cfg)):
+    for read in (lambda: check(cfg, all_rows=True), lambda: read_inputs(cfg)):
         with pytest.raises(ConfigError, match=r"rows\.jsonl:99: answer 'no number' is not one plain number"):
             read()
 
@@ -198,7 +199,7 @@ def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeyp
     cfg = recipe("smoke.yaml", "data.shuffle=false")
     sets = [config.DatasetConfig(data_path=f"{tmp_path}/{name}.jsonl", weight=ord(name) - 96) for name in rows]
     cfg = replace(cfg, data=replace(cfg.data, train=tuple(sets)))
-    inputs = preflight.read_inputs(cfg)
+    inputs = read_inputs(cfg)
     cursor = inputs.train.start()
     for _ in range(6):
         (problem,), after = inputs.train.draw(cursor, 1)
@@ -272,7 +273,7 @@ def test_a_tokenizer_of_its_own(tmp_path):
     chat = [{"role": "user", "content": "1+2"}]
 
     def read(name):
-        return preflight.read_tokenizer(config.TokenizerConfig(name=name), key, starter)
+        return run_inputs.read_tokenizer(config.TokenizerConfig(name=name), key, starter)
 
     assert read(str(tmp_path)).file == tmp_path / "tokenizer.json" and read(None).file == starter / "tokenizer.json"
     assert read(str(tmp_path)).render(chat) != read(None).render(chat) == read(str(starter)).render(chat)
@@ -294,7 +295,7 @@ def test_a_tokenizer_of_its_own(tmp_path):
 def test_on_a_cpu_the_model_decides_how_many_ranks_start(monkeypatch, capsys, sizes, overrides, ranks):
     monkeypatch.setenv("GRPO_DEVICE", "cpu")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    shapes = replace(preflight.read_model_config(ROOT / "examples/arithmetic/starter"), **sizes)
+    shapes = replace(run_inputs.read_model_config(ROOT / "examples/arithmetic/starter"), **sizes)
     cfg = reader.load(
         str(ROOT / "configs/smoke.yaml"), [f"policy.generation.vllm_cfg.{override}" for override in overrides]
     )
@@ -362,9 +363,8 @@ def test_what_a_user_wrote_is_called_before_a_run(name, words, recipe, tmp_path,
         (call,) = sys.modules["mine"].CALLS
         if name == "right":
             assert call[1:3] == (["2", "2"], [3, 3]) and len(call[0]) == 2 and "2" in call[0][0] not in call[0][1]
-            monkeypatch.setenv("GRPO_PARENT", "1")
-            read_inputs(cfg)
-            assert sys.modules["mine"].CALLS == [call], "train.sh's check has asked: a judge may cost money"
+            read_inputs(cfg, tries_environments=False)
+            assert sys.modules["mine"].CALLS == [call], "a judge may cost money"
     else:
         with pytest.raises(ConfigError) as error:
             check(cfg)
@@ -402,3 +402,32 @@ def test_a_number_of_ranks_that_is_none(monkeypatch, capsys, name, text):
     monkeypatch.setenv(name, text)
     assert preflight.answer(["--check", str(ROOT / "configs/smoke.yaml")], "") == 2
     assert f"{name}=" in capsys.readouterr().err
+
+
+LOOPS = """
+from envs import Environment, StepResult
+
+class Loops(Environment):
+    def step(self, turns):
+        again = ({"role": "user", "content": "again"},)
+        return [StepResult(0.0, "wrong", done=False, observation=again) for _ in turns]
+"""
+
+
+def test_another_turn_that_cannot_come_is_noted(recipe, tmp_path, monkeypatch):
+    """Prompts of 9 tokens and replies of 8: 18 tokens leave a turn of the user no room, 32 do."""
+    (tmp_path / "loops.py").write_text(LOOPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "12+34=", "answer": "46"}) + "\n")
+
+    def noted(name, *words):
+        data = [f"data.train.data_path={tmp_path}/rows.jsonl", f"data.train.env_name={name}", "grpo.max_num_epochs=16"]
+        lines = check(recipe("smoke.yaml", *data, *words)).splitlines()
+        return [line for line in lines if line.startswith("note ") and "loops:Loops" in line]
+
+    (line,) = noted("loops:Loops")
+    assert "grpo.max_rollout_turns=1" in line
+    (line,) = noted("loops:Loops", "grpo.max_rollout_turns=2", "policy.max_total_sequence_length=18")
+    assert "policy.max_total_sequence_length=18" in line
+    assert not noted("loops:Loops", "grpo.max_rollout_turns=2", "policy.max_total_sequence_length=64")
+    assert not noted("exact")

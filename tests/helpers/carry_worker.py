@@ -15,7 +15,7 @@ from small_run import STARTER
 
 import envs
 import grpo
-from support.check import preflight
+from support.inputs import run_inputs
 from support.inputs.model_config import read_model_config
 from support.inputs.tokenizer import Tokenizer
 from support.run import start
@@ -82,7 +82,7 @@ def main(work: Path) -> None:
     words = [*EVERYTHING, "watchdog.first_seconds=20"]
     words += [f"data.train.{i}.data_path={folder / name}.jsonl" for i, name in enumerate(SETS)]
     words += [f"data.train.{i}.output_key=answer" for i in (1, 2)]
-    preflight.read_reward_model = lambda *_: (STARTER, read_model_config(STARTER), Tokenizer(STARTER))
+    run_inputs.read_reward_model = lambda *_: (STARTER, read_model_config(STARTER), Tokenizer(STARTER))
     start.RewardModel = Score
     record(grpo, work / "tokens.jsonl")
     give_places(6)

@@ -14,10 +14,10 @@ import envs
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from model import load_policy
 from records import Problem
-from support.check.preflight import read_reward_model
 from support.graders.reward_function import RewardFunction
 from support.hf.weights import full_tensors
 from support.inputs.model_config import read_model_config
+from support.inputs.run_inputs import read_reward_model
 from support.inputs.tokenizer import Tokenizer
 from support.run.reward_model import RewardModel
 from support.system.exits import StopRun

@@ -16,7 +16,7 @@ import envs
 from engine import SamplingOptions
 from records import Problem
 from rollout import Sampler
-from support.check.preflight import RunInputs
+from support.inputs.run_inputs import RunInputs
 from support.inputs.scan import Dataset
 from support.run.start import RunState
 from support.run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate

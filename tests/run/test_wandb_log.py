@@ -13,7 +13,7 @@ import torch
 
 import config
 from config import ConfigError
-from support.check import preflight
+from support.inputs import run_inputs
 from support.run.log import RunLog
 from support.run.start import RunState
 from support.system import exits
@@ -165,12 +165,12 @@ def test_a_failure_of_wandb_at_the_end_keeps_the_exit_code(monkeypatch):
 
 def test_a_missing_package_is_an_error_before_anything_is_loaded(monkeypatch):
     cfg = config.Config(logger=config.LoggerConfig(wandb_enabled=True))
-    monkeypatch.setattr(preflight.importlib.metadata, "distributions", lambda name: iter(()))
+    monkeypatch.setattr(run_inputs.importlib.metadata, "distributions", lambda name: iter(()))
     with pytest.raises(ConfigError) as error:
-        preflight.read_inputs(cfg)
-    fix = f"run `{sys.executable} -m pip install wandb=={preflight.WANDB_VERSION}`, or set it to false"
+        run_inputs.read_inputs(cfg)
+    fix = f"run `{sys.executable} -m pip install wandb=={run_inputs.WANDB_VERSION}`, or set it to false"
     assert str(error.value) == f"logger.wandb_enabled=true needs W&B's package, which is not installed: {fix}"
     with pytest.raises(ConfigError, match=r"^(?!logger\.wandb)"):  # who only scores sends nothing
-        preflight.read_inputs(cfg, to_train=False)
+        run_inputs.read_inputs(cfg, to_train=False)
     pins = (ROOT / "requirements" / "tests.txt").read_text().splitlines()
-    assert f"wandb=={preflight.WANDB_VERSION}" in pins
+    assert f"wandb=={run_inputs.WANDB_VERSION}" in pins
