@@ -554,7 +554,10 @@ class EnvConfig(Section):
     """Arguments of classes of your own, and of agents: {"my:Class": {near: 6}}; on the command line
     env.custom.my:Class.near=6."""
     max_error_fraction: float = key(0.05, ">= 0, <= 1")
-    """The run stops if more than this share of a step's replies end in `error`: not graded, or an agent that failed."""
+    """The run stops if more than this share of a step's replies end in `error`: they could not be graded."""
+    max_crashed_fraction: float = key(1.0, ">= 0, <= 1")
+    """The run stops if more than this share of a step's rollouts end in `crashed`: the agent failed after the policy
+    had replied. They are trained, with reward 0. It also stops if an agent only crashes in two steps running."""
 
 
 class WandbConfig(Section):

@@ -137,7 +137,7 @@ def _of_agents(samples: Sequence[Sample]) -> Numbers:
     return {
         "agent/calls_per_rollout": _mean(s.num_calls for s in samples),
         "agent/rows_per_rollout": _mean(len(s.sequences) if s.num_calls else 0 for s in samples),
-        "agent/crashed": _mean(s.grade.crashed for s in samples),
+        "agent/crashed": _mean(s.grade.outcome == "crashed" for s in samples),
     }
 
 

@@ -41,9 +41,10 @@ class Problem:
 class Grade:
     """What the environment says of a sample, over all of its turns.
 
-    outcome: of envs.OUTCOMES, or `ungraded`. rewards: the parts of the reward, by name. extracted: the reply's answer.
-    turn_rewards: the reward of each turn. unshaped_reward: after scaling, before shaping. crashed: the agent failed,
-    and the policy may be the reason: outcome `error`, but trained, with reward 0. message: why it failed.
+    outcome: of envs.OUTCOMES; `ungraded`; or `crashed`, where an agent failed after the policy had replied. As the
+    policy may be the reason, such a sample is trained, with reward 0. rewards: the parts of the reward, by name.
+    extracted: the reply's answer. turn_rewards: the reward of each turn. unshaped_reward: after scaling, before
+    shaping. message: why an agent failed.
 
     Example: reward 0.6, outcome "wrong", rewards {"answer": 0.5, "format": 0.1}, extracted "84", turn_rewards [0.6].
     """
@@ -54,13 +55,12 @@ class Grade:
     extracted: str | None = None
     turn_rewards: list[float] = field(default_factory=list)
     unshaped_reward: float = float("nan")
-    crashed: bool = False
     message: str = ""
 
     @property
     def is_valid(self) -> bool:
         """False where the grader failed: the reward says nothing about the sample, so nothing is learnt from it."""
-        return self.outcome != "error" or self.crashed
+        return self.outcome != "error"
 
 
 class Reply(Protocol):

@@ -5,7 +5,7 @@ Owns conversations, their seeds, dynamic sampling (DAPO, Yu et al. 2025, 3.2) an
 """
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
 from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
 from records import Grade, Problem, Sample, groups_of, sample_seed
+from support.graders.failures import Failures, reason_of
 from support.graders.grading import Grading
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
@@ -111,10 +112,11 @@ class Conversation:
 class Sampler(AbstractContextManager):
     """Draws and grades conversations. As a context manager it closes the environments if the run ended without error.
 
-    max_turns: most replies in a conversation. max_error_fraction: the share of a call's samples that may end in
-    outcome `error`. score_conversations: RewardModel.score, where an environment asks for it. in_flight: batches of
-    later steps, oldest first: (conversations, data cursor after them). endpoint: for agents; led_by_agent: the
-    conversations that they lead, by request id. Over a run only in_flight, led_by_agent and grading's work change.
+    max_turns: most replies in a conversation. max_error_fraction, max_crashed_fraction: the shares of a call's samples
+    that may end in these outcomes. score_conversations: RewardModel.score, where an environment asks for it. in_flight:
+    batches of later steps, oldest first: (conversations, data cursor after them). endpoint: for agents; led_by_agent:
+    the conversations that they lead, by request id. Over a run only in_flight, led_by_agent, failures and grading's
+    work change.
     """
 
     engine: Engine
@@ -123,13 +125,16 @@ class Sampler(AbstractContextManager):
     ranks: Ranks
     max_turns: int = 1
     max_error_fraction: float = 1.0
+    max_crashed_fraction: float = 1.0
     score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
     in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
     grading: Grading = field(init=False)
+    failures: Failures = field(init=False)
     endpoint: Any = None
     led_by_agent: dict[str, Conversation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "failures", Failures(self.max_error_fraction, self.max_crashed_fraction))
         object.__setattr__(self, "grading", Grading(self.environments))
 
     def __exit__(self, kind, error, trace) -> None:
@@ -190,9 +195,9 @@ class Sampler(AbstractContextManager):
             each.request_id = request_id
 
     def finish(self, conversations: list[Conversation]) -> list[Sample]:
-        """The graded samples of all ranks, on every rank; only a sample's holder has its tokens. Raises StopRun when
-        more than `max_error_fraction` of them could not be graded: too few are left. An Interrupted or StopRun on one
-        rank is raised on all ranks, after each has finished its share."""
+        """The graded samples of all ranks, on every rank; only a sample's holder has its tokens. Raises StopRun where
+        too many of them failed. An Interrupted or StopRun on one rank is raised on all ranks, after each has finished
+        its share."""
         stop = None
         self.grading.raised.clear()
         try:
@@ -211,16 +216,12 @@ class Sampler(AbstractContextManager):
         self._score_by_model(samples)
         part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
         share_samples(samples, sorted(part_names))
-        if failures := [f"{s.env_name}: {s.grade.message}" for s in samples if s.grade.message]:
-            self.grading.raised.append(failures[0])
-            self.ranks.print_rank0(f"WARNING: {len(failures)} agent rollouts failed; the first: {failures[0]}")
-        failed = Counter(sample.env_name for sample in samples if sample.grade.outcome == "error")
-        if failed.total() > self.max_error_fraction * len(samples):
-            why = [*filter(None, gather("; ".join(self.grading.raised))), "see the environment's messages above"]
-            raise StopRun(
-                f"{failed.total()} of {len(samples)} answers could not be graded ({dict(failed)}), more than "
-                f"env.max_error_fraction={self.max_error_fraction:g}: {why[0]}"
-            )
+        failed = [sample for sample in samples if sample.grade.message]
+        if failed:
+            said = f"{len(failed)} agent rollouts failed; the first: {reason_of(failed[0])}"
+            self.ranks.print_rank0(f"WARNING: {said}")
+        is_training = any(conversation.step > 0 for conversation in conversations)
+        self.failures.check(samples, self.grading.raised, is_training)
         return samples
 
     def _decode_while_others_finish(self) -> None:
@@ -433,7 +434,8 @@ def _nothing_to_train(
     if trained:
         why = f"no sample of {num_batches} batches can be trained on: in the last one "
         if not grpo.overlong_filtering:
-            return f"{why}all rows have loss_multiplier=0, or were not graded"
+            reasons = [f"; {reason_of(sample)}" for sample in trained if sample.grade.message]
+            return f"{why}all rows have loss_multiplier=0, or were not graded{''.join(reasons[:1])}"
         return (
             f"{why}{sum(sample.finish_reason == 'length' for sample in trained)} of {len(trained)} ran into "
             f"policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with grpo.overlong_filtering"

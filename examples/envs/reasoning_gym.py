@@ -35,7 +35,7 @@ def create_dataset(task, arguments="{}"):
 
 
 def score(job):
-    task, reply, entry = job or ("leg_counting", "4", {"answer": "4"})  # a worker's first job imports the package
+    task, reply, entry = job
     try:
         return float(create_dataset(task).score_answer(reply, entry))
     except Exception:  # of the reply: check_answers has seen that the verifier scores the right answer
@@ -45,7 +45,8 @@ def score(job):
 class ReasoningGym(PoolEnvironment):
     def __init__(self, num_workers=2):
         target = "examples.envs.reasoning_gym:score"
-        self.pool = GraderPool(target, num_workers=num_workers, deadline_s=10.0, memory_mib=4096)
+        first = ("leg_counting", "4", {"answer": "4"})  # imports the package, for which no deadline runs
+        self.pool = GraderPool(target, first=first, num_workers=num_workers, deadline_s=10.0, memory_mib=4096)
 
     def job(self, turn):
         reply = turn.whole_reply.rpartition("<answer>")[2].partition("</answer>")[0].strip()
@@ -56,6 +57,10 @@ class ReasoningGym(PoolEnvironment):
 
     def check_answers(self, answers):
         for task, (answer, row) in {row["task"]: (answer, row) for _, answer, row in answers}.items():
-            right, wrong = [each.value for each in self.pool.grade([(task, r, row["entry"]) for r in (answer, "?")])]
-            if right != 1 or wrong == 1:
-                raise ConfigError(f"{task} cannot be learned: its own answer scores {right}, nonsense scores {wrong}")
+            right, wrong = self.pool.grade([(task, reply, row["entry"]) for reply in (answer, "?")])
+            for graded in (right, wrong):
+                if graded.outcome != "ok":
+                    raise ConfigError(f"{task}: the verifier gives no score: {graded.message}")
+            if right.value != 1 or wrong.value == 1:
+                scores = f"its own answer scores {right.value}, nonsense scores {wrong.value}"
+                raise ConfigError(f"{task} cannot be learned: {scores}")

@@ -90,10 +90,12 @@ class Endpoint:
         rollout = self.close(key)
         rows = rollout.rows()
         message = result.state.get("message", "")
-        if not rows:
+        if not rows:  # the policy is not the reason
             result = StepResult(0.0, "error")
             message = message or "the agent never called the endpoint"
             sample.weight_version = sample.newest_version = self.engine.weight_version
+        elif result.state.get("crashed"):
+            result = replace(result, outcome="crashed")
         sample.forks = [replace(sample, forks=[]) for _ in rows[1:]]
         for row, sequence in zip(rows, (sample, *sample.forks), strict=False):
             fill(sequence, row, is_trained)
@@ -105,7 +107,6 @@ class Endpoint:
         sample.num_calls = sum(len(row) for row in rows)
         sample.turn_tokens = [sample.num_trained_tokens]
         sample.grade.message = " ".join(message.split())  # one line
-        sample.grade.crashed = result.outcome == "error" and result.state.get("counts", False)
         return result
 
     def shut_down(self) -> None:

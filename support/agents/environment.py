@@ -58,9 +58,11 @@ class Agent(PoolEnvironment):
         return given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
-        """state: what went wrong, and whether the policy may have caused it; then the reward of 0 is trained."""
-        if graded.outcome != "ok":
-            return StepResult(0.0, graded.outcome, state={"message": graded.message, "counts": True})
+        """state: what went wrong, and whether the agent crashed, which the policy may have caused."""
+        if graded.outcome == "timeout":
+            return StepResult(0.0, "timeout", state={"message": graded.message})
+        if graded.outcome == "error":
+            return StepResult(0.0, "error", state={"message": graded.message, "crashed": True})
         if graded.value is None:
             return StepResult(0.0, "error", state={"message": "the agent returned None"})
         given = graded.value if isinstance(graded.value, dict) else {"reward": graded.value}
@@ -69,9 +71,10 @@ class Agent(PoolEnvironment):
         except (ConfigError, TypeError):
             form = f"a number, null or {{reward, outcome, rewards, extracted}}; outcomes: {', '.join(OUTCOMES)}"
             message = f"the agent returned {shortened(graded.value)}, expected {form}"
-            return StepResult(0.0, "error", state={"message": message, "counts": True})
-        is_lost = result.outcome == "error" and given.get("outcome") != "error"
-        return replace(result, state={"message": "the reward is not finite"} if is_lost else {})
+            return StepResult(0.0, "error", state={"message": message, "crashed": True})
+        if result.outcome == "error" and given.get("outcome") != "error":
+            return replace(result, state={"message": "the reward is not finite"})
+        return replace(result, state={})
 
 
 def _result(reward: Any, outcome: str | None = None, rewards: Any = None, extracted: Any = None) -> StepResult:

@@ -385,7 +385,7 @@ def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.de
         server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
         endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
-    limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction
+    limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
     return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
 
 

@@ -96,7 +96,7 @@ def test_a_tree_of_calls(tokenizer):
 
 PARTS = {"reward": 2, "rewards": {"a": np.float32(0.5)}, "extracted": 0}
 NAN = float("nan")
-GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), whether it counts as the policy's failure
+GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), whether it is a crash after a reply
     (1, (1.0, "ok", {}, None), False),
     (True, (1.0, "ok", {}, None), False),
     (np.float32(-0.5), (-0.5, "wrong", {}, None), False),
@@ -121,8 +121,8 @@ GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), wheth
 ]
 
 
-@pytest.mark.parametrize(("value", "expected", "counts"), GIVES, ids=range(len(GIVES)))
-def test_what_an_agent_may_give(value, expected, counts, monkeypatch):
+@pytest.mark.parametrize(("value", "expected", "is_crash"), GIVES, ids=range(len(GIVES)))
+def test_what_an_agent_may_give(value, expected, is_crash, monkeypatch):
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "")
     job = dict.fromkeys(GIVEN, "") | {"function": "copy:copy", "kwargs": {"x": value}}
@@ -130,7 +130,7 @@ def test_what_an_agent_may_give(value, expected, counts, monkeypatch):
     agent.cfg = AgentConfig(name="a")
     result = agent.result(None, Graded("ok", json.loads(json.dumps(run(job)))))
     assert (result.reward, result.outcome, result.rewards, result.extracted) == expected
-    assert result.state.get("counts", False) == counts
+    assert result.state.get("crashed", False) == is_crash
     assert bool(result.state.get("message")) == (expected[1] == "error" and value != {"reward": 1, "outcome": "error"})
 
 
@@ -192,8 +192,10 @@ def rollouts(rng):
             ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
             given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
             rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
-        is_error = index == 4
-        grade = Grade(float(rng.random()), "error" if is_error else "ok", crashed=is_error and prompt != 1)
+        outcome = "ok"
+        if index == 4:
+            outcome = "error" if prompt == 1 else "crashed"
+        grade = Grade(float(rng.random()), outcome)
         rows[0].forks = rows[1:]
         for row in rows:
             row.grade = grade
@@ -219,7 +221,7 @@ def float64():
 @pytest.mark.parametrize("keys", [{}, {"normalize_rewards": False}, {"use_leave_one_out_baseline": False}], ids=str)
 def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64):
     """Advantages, the loss over tokens and its gradient, in float64, as two ranks pack the rows; the model is a table
-    of logits by token and by position. An error that the policy may have caused counts with reward 0."""
+    of logits by token and by position. A crash, which the policy may have caused, counts with reward 0."""
     cfg = settings(grpo={"reward_std_floor": 0.0} | keys, loss_fn={"old_logprobs": "sampler"})
     samples = rollouts(np.random.default_rng(5))
     for s in samples:
@@ -232,7 +234,7 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64
     expected = 0.0
     for s, adv in zip(samples, adv_B, strict=True):
         peers = [o for o in samples if o.prompt == s.prompt and o is not s]
-        graded = [o for o in peers if o.grade.outcome == "ok" or o.grade.crashed]
+        graded = [o for o in peers if o.grade.outcome != "error"]
         want = loop_advantage(s.grade.reward, [o.grade.reward for o in graded], cfg.grpo) if s.grade.is_valid else 0.0
         assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
         for row in (s, *s.forks) if s.grade.is_valid else ():

@@ -129,20 +129,21 @@ def test_an_isolated_command_sees_neither_other_agents_nor_the_runs_files(case, 
 
 
 BAD = {  # input -> (outcome, reward, whether it is trained, what the message says)
-    "raises": ("error", 0, True, "RuntimeError: no luck"),
-    "exits": ("error", 0, True, "3"),
-    "dies": ("error", 0, True, "exit code 9"),
-    "is killed": ("error", 0, True, "exit code -9"),
+    "raises": ("crashed", 0, True, "RuntimeError: no luck"),
+    "exits": ("crashed", 0, True, "3"),
+    "dies": ("crashed", 0, True, "exit code 9"),
+    "is killed": ("crashed", 0, True, "exit code -9"),
+    "closes": ("crashed", 0, True, "closed its connection"),
     "hangs": ("timeout", 0, True, "no answer in 3 s"),
     "ignores": ("timeout", 0, True, "no answer"),
     "forks": ("timeout", 0, True, "no answer"),
     "leaves a child": ("ok", 1, True, ""),
     "never": ("error", 0, False, "never called"),
-    "text": ("error", 0, True, "much"),
+    "text": ("crashed", 0, True, "much"),
     "nan": ("error", 0, False, "finite"),
     "none": ("error", 0, False, "None"),
-    "object": ("error", 0, True, "points"),
-    "outcome": ("error", 0, True, "great"),
+    "object": ("crashed", 0, True, "points"),
+    "outcome": ("crashed", 0, True, "great"),
     "big prompt": ("ok", 1, True, ""),
     "broken json": ("ok", 1, True, ""),
     "many": ("ok", 1, True, ""),
@@ -151,7 +152,7 @@ BAD = {  # input -> (outcome, reward, whether it is trained, what the message sa
 
 def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
     begin = time.monotonic()
-    bad = agent("bad", function="bad_agents:bad", deadline_s=3.0, max_calls=4, num_workers=17)
+    bad = agent("bad", function="bad_agents:bad", deadline_s=3.0, max_calls=4, num_workers=18)
     samples = sample(case, [bad], [("bad", kind) for kind in BAD], num_samples=1)
     assert time.monotonic() - begin < 60
     for (kind, (outcome, reward, is_trained, said)), s in zip(BAD.items(), samples, strict=True):
@@ -209,7 +210,16 @@ def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens
     assert len(ours) > 10
 
 
-def test_too_many_failures_stop_the_run(case):
+def test_too_many_crashes_stop_the_run(case):
     bad = agent("bad", function="bad_agents:bad")
-    with pytest.raises(StopRun, match=r"1 of 2.*env.max_error_fraction=0.4.*no luck"):
-        sample(case, [bad], [("bad", "raises"), ("bad", "good")], num_samples=1, max_error_fraction=0.4)
+    inputs = [("bad", "raises"), ("bad", "good")]
+    with pytest.raises(StopRun, match=r"1 of 2.*env.max_crashed_fraction=0.4.*no luck"):
+        sample(case, [bad], inputs, num_samples=1, max_crashed_fraction=0.4)
+    crashed, right = sample(case, [bad], inputs, num_samples=1, max_error_fraction=0.0)
+    assert (crashed.grade.outcome, crashed.grade.is_valid, right.grade.outcome) == ("crashed", True, "ok")
+
+
+def test_a_rollout_without_a_reply_is_an_error_and_not_a_crash(case):
+    bad = agent("bad", function="bad_agents:bad")
+    with pytest.raises(StopRun, match=r"1 of 1.*env.max_error_fraction=0.*never called"):
+        sample(case, [bad], [("bad", "never")], num_samples=1, max_error_fraction=0.0)

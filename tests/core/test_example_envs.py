@@ -1,6 +1,7 @@
 """Tools and the sliding puzzle: played through, against a search, and against what would hang a calculator."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -263,7 +264,8 @@ def create_dataset(task, size=5, seed=0, largest=9):
 
 def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
     """On a stand-in of the package, whose verifier gives partial credit and raises on text."""
-    (tmp_path / "reasoning_gym.py").write_text(PACKAGE)
+    says_so = f"import os; print(os.getpid(), file=open({str(tmp_path / 'imported')!r}, 'a'))\n"
+    (tmp_path / "reasoning_gym.py").write_text(says_so + PACKAGE)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # and as it was, after the test
     del sys.modules["reasoning_gym"]
     monkeypatch.syspath_prepend(tmp_path)
@@ -272,6 +274,8 @@ def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
     )
     assert [row["problem"] for row in rows] == [*(f"{n}*{n}=" for n in (*range(2, 10), 0, 1)), "30*30=", "31*31="]
     environment = make_environment("examples.envs.reasoning_gym:ReasoningGym", EnvConfig())
+    imported = {int(pid) for pid in (tmp_path / "imported").read_text().split()}
+    assert imported - {os.getpid()}, "a worker has imported the package before any deadline runs"
     try:
         for reply, reward, outcome in (
             ("4", 1.0, "ok"),

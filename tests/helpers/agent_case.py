@@ -131,7 +131,7 @@ def eight_calls(base_url, number, wait=lambda: None):
     chat(base_url, messages[:2], tools=TOOLS, extra_body={"train": False})
 
 
-def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, **kwargs):
+def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, max_crashed_fraction=1.0, **kwargs):
     """Of a problem for each input, whose agent is the one of that number."""
     environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
     problems = []
@@ -145,6 +145,7 @@ def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0
         environments,
         case.ranks,
         max_error_fraction=max_error_fraction,
+        max_crashed_fraction=max_crashed_fraction,
         endpoint=case.endpoint,
     )
     try:

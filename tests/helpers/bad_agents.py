@@ -53,6 +53,9 @@ def bad(base_url, row):
         os._exit(9)
     if kind == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "closes":
+        os.closerange(3, 1000)
+        time.sleep(1000)
     if kind == "hangs":
         time.sleep(1000)
     if kind == "ignores":
