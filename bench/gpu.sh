@@ -4,7 +4,7 @@
 #     bash bench/gpu.sh            right and fast
 #     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights; a training step, compiled and eager;
-#                                  our head beside the bare matmuls; a sync; measurements beside their estimates
+#                                  our head beside the bare matmuls; a sync; where the time of a step goes
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
@@ -68,12 +68,14 @@ smoke_run() {
 right() {
     if [[ $vllm == here ]]; then item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
     else echo "engine, smoke run: absent (no vllm here)" | tee -a "$log"; fi
-    item "correctness" 150 "$python" -m bench.gpu_check "${dry[@]}"
+    local tiny=()
+    ((${#dry[@]})) && tiny=(--tiny)
+    item "correctness" 150 "$python" -m pytest -q -s -m gpu tests/gpu "${tiny[@]}"
     [[ $vllm == absent ]] || smoke_run
 }
 
 fast() {
-    if [[ $vllm == absent ]]; then echo "recipe, sync, first ten minutes: absent (no vllm here)" | tee -a "$log"
+    if [[ $vllm == absent ]]; then echo "recipe, sync: absent (no vllm here)" | tee -a "$log"
     elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
         item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --out "$out"
     else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
@@ -81,8 +83,8 @@ fast() {
     our_head "${mains[0]}"
     if [[ $vllm == here ]]; then
         item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
-        item "first ten minutes" 180 "$python" -m bench.gpu_first "${dry[@]}" --out "$out/first"
     fi
+    item "profile" 120 "$python" -m bench.gpu_profile "${dry[@]}" --out "$out"
     ((${#dry[@]})) ||  # a CPU's is eager
         item "training step, eager" 60 "$python" -m bench.train_step --eager --out "$out/train_step.jsonl"
     our_head "${mains[1]}"
@@ -112,7 +114,7 @@ for part in "${parts[@]}"; do "$part"; done
 
 echo
 {
-    cat "$out/first/first.md" 2>/dev/null
+    cat "$out/profile.txt" 2>/dev/null
     grep -E "^(PASS|FAIL)" "$log" | sed -E 's/^(PASS|FAIL).*/\1/' | sort | uniq -c
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"

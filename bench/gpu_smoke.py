@@ -18,7 +18,6 @@ import torch
 
 import engine as engine_module
 import model
-from bench.gpu_check import check, failed
 from bench.head import ROOT, facts
 from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
@@ -31,6 +30,16 @@ from support.inputs.run_inputs import read_inputs
 from support.run.start import build, build_head
 from support.system.exits import exit_process
 from support.system.ranks import Ranks, start_process_group
+
+failed: list[str] = []
+
+
+def check(name: str, value: float, limit: float) -> None:
+    """NaN fails."""
+    holds = value <= limit
+    if not holds:
+        failed.append(name)
+    print(f"{'PASS' if holds else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
 
 
 def used_gib() -> float:

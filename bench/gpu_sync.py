@@ -19,8 +19,7 @@ from types import SimpleNamespace
 import torch
 
 import engine as engine_module  # noqa: F401  (first: bench/train_step.py goes on without vLLM, here nothing can)
-from bench.gpu_check import check, failed
-from bench.gpu_smoke import speed, used_gib
+from bench.gpu_smoke import check, failed, speed, used_gib
 from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
 from engine import Engine, SamplingOptions, sync_weights

@@ -26,9 +26,7 @@ from torch import nn
 
 try:
     import engine  # noqa: F401
-except (
-    Exception
-) as error:  # neither this nor gpu_check.py has an engine: on a machine without vLLM they measure the rest
+except Exception as error:  # nothing here has an engine: on a machine without vLLM the rest is measured
     print(f"no vLLM: {type(error).__name__}: {error}", flush=True)
     sys.modules.update(dict.fromkeys(("vllm", "vllm.sampling_params"), mock.MagicMock()))
 
@@ -110,9 +108,19 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         if i % 16 == 0:
             prompt = rng.integers(0, vocab, rng.integers(60, 161))
         response = rng.integers(0, vocab, rng.integers(100, 401))
-        logps, mask = np.full(len(response), -math.log(vocab), np.float32), np.ones(len(response), bool)
-        ends = {"finish_reason": "stop", "versions": np.zeros(len(response), int), "reward": float(i % 2)}
-        samples.append(records.Sample(i // 16, i % 16, 0, prompt.tolist(), response, logps, mask, **ends))
+        sample = records.Sample(
+            prompt=i // 16,
+            index=i % 16,
+            row_id=0,
+            prompt_ids=prompt.tolist(),
+            output_ids=response,
+            sampler_logps=np.full(len(response), -math.log(vocab), np.float32),
+            mask=np.ones(len(response), bool),
+            finish_reason="stop",
+            versions=np.zeros(len(response), int),
+            grade=records.Grade(reward=float(i % 2), outcome="ok"),
+        )
+        samples.append(sample)
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
     path = LossPath("one pass", zero_adv_has_grad=False)

@@ -70,6 +70,7 @@ if HAS_TESTS and not torch.cuda.is_available():
 
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="seconds: no process is launched, vLLM is a stand-in")
+    parser.addoption("--tiny", action="store_true", help="tests/gpu: tiny sizes, which a CPU can compute")
 
 
 def pytest_configure(config):

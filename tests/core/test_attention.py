@@ -12,6 +12,7 @@ from samples import groups_that_share_prompts
 import attention
 from attention import GatherRows, PackLayout, packed_attention
 from pack import assign_to_ranks, pack_samples, to_device
+from support.run import start
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])
@@ -212,3 +213,19 @@ def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch
                 found.append([out, *torch.autograd.grad((out * out.detach().sin()).sum(), qkv)])
             for ours, by_the_rule in zip(*found, strict=True):
                 assert (ours - by_the_rule).norm() <= 1e-12 * by_the_rule.norm()
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_attention_3_is_for_hopper_where_it_is_installed(dtype, capability, is_installed, monkeypatch):
+    activated = []
+    monkeypatch.setattr(
+        start, "find_spec", lambda name: "spec" if is_installed and "flash_attn_inter" in name else None
+    )
+    monkeypatch.setattr(start, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    words = start.choose_attention(torch.device("cuda", 0), dtype)
+    is_third = dtype == torch.bfloat16 and capability == (9, 0) and is_installed
+    assert activated == ["FA3"] * is_third and ("FlashAttention 3" in words) == is_third
+    assert ("SDPA" in words) == (dtype == torch.float32)

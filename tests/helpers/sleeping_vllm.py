@@ -1,11 +1,10 @@
-"""A stand-in for vLLM on CUDA that computes nothing and writes down what engine.py has it do, in order.
+"""A stand-in for vLLM on CUDA that computes nothing. Whoever uses it wrongly fails an assertion.
 
-It models what the order is about: which memory is there, what is in it, and what becomes of unfinished requests when
-the engine sleeps: vLLM's pause modes "abort", "wait" and "keep". Use of memory that sleeps, of weights that were
-dropped and not sent again, or of cached keys of old weights is an assertion here; a GPU would give garbage in silence.
+It models which memory is there, what is in it, and what becomes of unfinished requests when the engine sleeps: vLLM's
+pause modes "abort", "wait" and "keep". Use of memory that sleeps, of weights that were dropped and not sent again, or
+of cached keys of old weights is an assertion here; a GPU would give garbage in silence.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,9 +38,10 @@ class Request:
 
 
 class LLM(fake_vllm.LLM):
-    """calls: what it did. pause_mode: what `sleep` does with unfinished requests; vLLM's default is "abort".
+    """pause_mode: what `sleep` does with unfinished requests; vLLM's default is "abort".
 
-    weights: "dummy", "sent", "in host memory" or "dropped". awake: the parts that have memory.
+    weights: "dummy", "sent", "in host memory" or "dropped". awake: the parts that have memory. kernels_run: whether
+    kernels may still use that memory, because nobody has waited for them.
     """
 
     pause_mode = "abort"
@@ -54,16 +54,10 @@ class LLM(fake_vllm.LLM):
         with torch.device("meta"):
             self.model = Decoder(read_model_config(Path(model)))
         self.model_config = SimpleNamespace(head_dtype=self.head_dtype)
-        self.calls: list = []
         self.awake, self.weights, self.cache_is_stale = {"weights", "kv_cache"}, "dummy", False
+        self.kernels_run = True
         self.requests: dict[str, Request] = {}
         self.llm_engine = self  # its methods are here as well
-        self.on_step: Callable[[], None] = lambda: None
-
-    def record(self, *call) -> None:
-        """Generation is one call, however many steps it takes."""
-        if self.calls[-1:] != [call]:
-            self.calls.append(call)
 
     @property
     def output_processor(self) -> SimpleNamespace:
@@ -83,7 +77,6 @@ class LLM(fake_vllm.LLM):
         return bool(self.requests)
 
     def abort_request(self, request_ids: list[str]) -> None:
-        self.record("abort", sorted(request_ids) == sorted(self.requests))
         for request_id in request_ids:
             del self.requests[request_id]
 
@@ -91,8 +84,7 @@ class LLM(fake_vllm.LLM):
         assert self.awake == {"weights", "kv_cache"}, f"only {self.awake} are awake"
         assert self.weights == "sent", f"generates with weights that are {self.weights}"
         assert not self.cache_is_stale, "the prefix cache holds keys of other weights"
-        self.record("generate")
-        self.on_step()
+        self.kernels_run = True
         running = list(self.requests)[: self.options["max_num_seqs"]]
         ended = [name for name in running if self.requests[name].add_token()]
         return [
@@ -102,7 +94,7 @@ class LLM(fake_vllm.LLM):
     def collective_rpc(self, method: str, kwargs: dict) -> list[None]:
         assert method == "reload_weights" and "weights" in self.awake and "kv_cache" not in self.awake, self.awake
         tensors = dict(kwargs["weights_iterator"])  # all of them held, as vLLM may
-        self.record("reload", len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+        self.kernels_run = True
         assert not any(tensor.untyped_storage().size() == 0 for tensor in tensors.values()), "freed behind its back"
         self.weights, self.cache_is_stale = "sent", True
         return [None]
@@ -110,15 +102,14 @@ class LLM(fake_vllm.LLM):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Running requests hold blocks of the cache, unless they go back into the queue."""
         done = reset_running_requests or not self.requests
-        self.record("reset cache", done)
         self.cache_is_stale = self.cache_is_stale and not done
         return done
 
     def sleep(self, level: int, mode: str | None = None) -> None:
         """With "keep", requests and what they wait for outlast the sleep; a wait is refused in the process itself."""
-        self.record("sleep", level, *[mode][: mode is not None])
         mode = mode or self.pause_mode
         assert self.awake == {"weights", "kv_cache"}, f"asleep already, but for {self.awake}"
+        assert not self.kernels_run, "takes the memory away under kernels that run"
         if self.requests and mode == "wait":
             raise RuntimeError("mode='wait' waits for ever in the process that would have to step")
         if mode == "abort":
@@ -127,7 +118,6 @@ class LLM(fake_vllm.LLM):
         self.weights = "in host memory" if level == 1 and self.weights == "sent" else "dropped"
 
     def wake_up(self, tags: list[str]) -> None:
-        self.record("wake", *tags)
         assert not self.awake & set(tags), f"awake already: {self.awake}"
         self.awake |= set(tags)
         if "weights" in tags and self.weights == "in host memory":
