@@ -100,6 +100,7 @@ class ModelConfig:
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
         ConfigError names a field that is missing, has the wrong type, or asks for what `Decoder` does not compute."""
         content = hf
+        _check_value("model_type", SUPPORTED_VALUES["model_type"], hf, source)  # before fields of other models
         hf = hf | _rope_of(hf, source)
         _check_values(hf, source)
         has_llama3_rope = hf["rope_type"] == "llama3"
@@ -179,14 +180,18 @@ def _check_values(hf: dict, source: str) -> None:
     if hf.get("model_type") == "llama":
         supported_values = SUPPORTED_VALUES | {"sliding_window": (None,)}  # Qwen's has a switch
     for field, supported in supported_values.items():
-        if hf.get(field) not in supported:
-            names = ", ".join("absent" if value is None else repr(value) for value in supported)
-            raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
+        _check_value(field, supported, hf, source)
     names = hf.get("architectures") or []  # vLLM builds the first
     if not all(name.lower().startswith(hf["model_type"]) for name in names):
         raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
     if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
         raise ConfigError(f"{source}: layer_types: only 'full_attention' is supported")
+
+
+def _check_value(field: str, supported: Sequence[object], hf: dict, source: str) -> None:
+    if hf.get(field) not in supported:
+        names = ", ".join("absent" if value is None else repr(value) for value in supported)
+        raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
 
 
 def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:

@@ -132,9 +132,9 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
         tools = gym_tools or tools
         output_keys = [place + name for place in GYM_PLACES for name in (*OUTPUT_KEYS, "label")]
     elif cfg.input_key:
-        messages = _first(raw, (cfg.input_key, "messages"))
+        messages = _under(raw, cfg.input_key)
         if messages is None:
-            raise no_key(raw, "input_key", ("messages", cfg.input_key))
+            raise no_key(raw, "input_key", (cfg.input_key,))
     else:
         messages = _first(raw, ("messages", *INPUT_KEYS))
         if messages is None:
@@ -143,7 +143,10 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
     if cfg.output_key:
         output_keys = (cfg.output_key,)
     answer = _first(raw, output_keys)
-    if messages[-1]["role"] == "assistant":
+    has_reply = messages[-1]["role"] == "assistant"
+    if cfg.output_key and not has_reply and not _has(raw, cfg.output_key):
+        raise no_key(raw, "output_key", output_keys)
+    if has_reply:
         if answer is not None or messages[-1].get("tool_calls"):
             raise DataError(
                 "the assistant's last message counts as the answer: remove it, or its tool_calls and the answer field"
@@ -156,8 +159,9 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict]
 
 def no_key(raw: dict, setting: str, names: Sequence[str]) -> DataError:
     """The error for a row that has none of the keys `names`."""
+    problem = f"there is no {names[0]!r}" if len(names) == 1 else f"there is none of {', '.join(names)}"
     has = f"{', '.join(map(str, raw)):.200}"
-    return DataError(f"none of the keys {', '.join(names)}; the row has {has}: set {setting} of this data set")
+    return DataError(f"{problem} in the row, which has {has}: set {setting} of this data set")
 
 
 def split_prompt(name: str) -> tuple[str, str]:
@@ -178,6 +182,16 @@ def _first(raw: dict, keys: Sequence[str]) -> Any:
         if value is not None:
             return value
     return None
+
+
+def _has(raw: Any, key: str) -> bool:
+    """Whether there is a raw["a.b"], or a raw["a"]["b"]; it may be null."""
+    if not isinstance(raw, dict):
+        return False
+    if key in raw or "." not in key:
+        return key in raw
+    first, _, rest = key.partition(".")
+    return _has(raw.get(first), rest)
 
 
 def _under(raw: Any, key: str) -> Any:

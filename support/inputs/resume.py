@@ -120,7 +120,20 @@ def resolve(cfg: Config) -> Config:
         problem = f"no run in logger.log_dir={cfg.logger.log_dir} has a complete checkpoint"
         fix = "set checkpointing.resume_from, or checkpointing.resume=auto to start a new run where there is none"
         raise ConfigError(f"checkpointing.resume=must: {problem}; {fix}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"resume     checkpointing.resume={ckpt_cfg.resume}: {_found(cfg.logger.log_dir, list(runs), newest)}")
     return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
+
+
+def _found(log_dir: str, runs: list[Path], newest: str | None) -> str:
+    """What was found in log_dir: runs, the newest first, and the newest of them that has a complete checkpoint."""
+    if not runs:
+        return f"no run in {log_dir}, so a new one starts"
+    if newest is None:
+        return f"no run in {log_dir} has a complete checkpoint (the newest: {runs[0].name}), so a new one starts"
+    if newest != str(runs[0]):
+        return f"continues {newest}, as {runs[0].name} has no complete checkpoint"
+    return f"continues {newest}"
 
 
 def check_folders(cfg: Config) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from config import DataError, DatasetConfig
 from support.inputs.files import download, open_file, parse_json, read_bytes
 from support.system.imports import call, import_attribute
+
+if TYPE_CHECKING:
+    import pyarrow
 
 PARQUET_BRANCH = "refs/convert/parquet"  # here the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
@@ -151,11 +154,43 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
         raise DataError(f"{name}: cannot be read as parquet ({error})") from error
 
     def read(number: int) -> dict:
-        (row,) = table.slice(number, 1).to_pylist()
+        one = table.slice(number, 1)
+        try:
+            (row,) = one.to_pylist()
+        except (ValueError, OverflowError, pyarrow.ArrowException):
+            return _readable(one)
         return row
 
     # The table stays in its columns: it is far smaller than its rows as dicts.
     return Source(name, range(len(table)), read, table.nbytes)
+
+
+class TableRow(dict):
+    """A row of a table of which Python cannot hold some columns: to read one of them raises DataError."""
+
+    def __init__(self, values: dict, unreadable: dict[str, str]):
+        super().__init__(values)
+        self.unreadable = unreadable
+
+    def __missing__(self, column: str) -> Any:
+        if column in self.unreadable:
+            raise DataError(self.unreadable[column])
+        raise KeyError(column)
+
+    def get(self, column: str, default: Any = None) -> Any:
+        return self[column] if column in self or column in self.unreadable else default
+
+
+def _readable(one: "pyarrow.Table") -> TableRow:
+    """The only row of a table: nanoseconds, dates out of range and bytes that are no text cannot be values here."""
+    values = {}
+    unreadable = {}
+    for column in one.column_names:
+        try:
+            (values[column],) = one.column(column).to_pylist()
+        except (ValueError, OverflowError) as error:  # ArrowInvalid is a ValueError
+            unreadable[column] = f"column {column!r} cannot be read ({error}): convert it, or name another key"
+    return TableRow(values, unreadable)
 
 
 def _read_hub(name: str, cfg: DatasetConfig) -> Source:

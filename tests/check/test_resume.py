@@ -176,7 +176,7 @@ def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil
         assert f"no complete checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(each)
 
 
-def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
+def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):
     folder, cfg = run
     logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
 
@@ -187,12 +187,15 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path):
 
     (tmp_path / "logs" / "exp_003").mkdir()  # killed before its first checkpoint
     assert found("auto") == found("must") == str(folder)
+    said = capsys.readouterr().out
+    assert folder.name in said and "exp_003" in said
     shutil.copytree(folder, tmp_path / "logs" / "exp_010")
     assert found("auto") == found("must") == str(tmp_path / "logs" / "exp_010")
     assert found("auto", resume_from=str(folder)) == str(folder)
     assert found("never") is found(None) is None
     logs = config.LoggerConfig(log_dir=str(tmp_path / "none"))
     assert found("auto") is None
+    assert "new" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(ConfigError, match=r"checkpointing\.resume=must: no run in logger\.log_dir=.*none has"):
         found("must")
 

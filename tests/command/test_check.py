@@ -139,7 +139,7 @@ def test_mistake_in_config_or_paths(work, monkeypatch, words, message):
     ("words", "env", "message"),
     [
         (["run.yaml", "grpo.seed=many"], {}, "grpo.seed: expected int, got 'many'"),
-        (["run.yaml", "data.train.output_key=output"], {}, "train.jsonl:1: none of the keys output"),
+        (["run.yaml", "data.train.output_key=output"], {}, "train.jsonl:1: there is no 'output'"),
         (["run.yaml", "policy.model_name=absent"], {}, "policy.model_name: no folder 'absent'"),
         (["run.yaml"], {"WORLD_SIZE": "3"}, "grpo.num_prompts_per_step=4 is not divisible by the 3 engines"),
         ([], {}, "usage: "),

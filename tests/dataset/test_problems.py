@@ -33,7 +33,6 @@ CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"typ
         ),
         ({"messages": [USER], "answer": "7", "question": "q"}, {"input_key": "question"}, [("user", "q")], "7"),
         ({"messages": [USER], "answer": "7", "question": "unused"}, {}, [("user", "a")], "7"),
-        ({"messages": [USER], "answer": "7"}, {"input_key": "question"}, [("user", "a")], "7"),
         ({"messages": [USER, {"role": "assistant", "content": "8"}]}, {}, [("user", "a")], "8"),  # the answer is there
         ({"messages": [USER | {"content": [{"type": "text", "text": "b"}]}], "output": "8"}, {}, [("user", "b")], "8"),
         ({"messages": None, "input": "p", "output": "1", "tools": None}, {}, [("user", "p")], "1"),  # arrow's nulls
@@ -217,7 +216,10 @@ def gym(*items, **keys):
         (b'["1+1"]', "object"),
         (b'{"input": "\\ud800", "output": "2"}', "TypeError"),  # half a surrogate pair
         (b'{"input": "1", "output": NaN}', "Out of range float"),
-        ({"input": "1+1", "result": "2"}, "output, expected_answer, ground_truth, answer; the row has input, result"),
+        (
+            {"input": "1+1", "result": "2"},
+            "output, expected_answer, ground_truth, answer in the row, which has input, result",
+        ),
         ({"input": "1+1", "output": None}, "output_key"),
         ({"text": "1+1", "output": "2"}, "input_key"),
         ({"input": 5, "output": "2"}, "TypeError"),
@@ -256,16 +258,30 @@ def test_every_error_of_a_row_names_file_and_line(tokenizer, line, named):
 
 
 def test_explicit_keys_are_the_only_ones(tokenizer):
-    assert "rows.jsonl:1: none of the keys result; the row has input, output: set output_key" in refused(
+    assert "rows.jsonl:1: there is no 'result' in the row, which has input, output: set output_key" in refused(
         tokenizer, [GOOD], output_key="result"
     )
     row = {"question": "1+1", "answer": "2"}
-    assert "messages, problem; the row has question, answer: set input_key" in refused(
+    assert "no 'problem' in the row, which has question, answer: set input_key" in refused(
         tokenizer, [row], input_key="problem"
     )
+    row = {"messages": [USER], "answer": "7"}
+    assert "set input_key" in refused(tokenizer, [row], input_key="question")
     Path("prompt.txt").write_text("{}")
     row = {"messages": [USER | {"role": "tool"}], "answer": "1"}
     assert "prompt_file=prompt.txt" in refused(tokenizer, [row], prompt_file="prompt.txt")
+
+
+@pytest.mark.parametrize("env_name", ["exact", "math", "code", "my.rewards:f", "my.envs:Class"])
+@pytest.mark.parametrize("keys", [{"output_key": "sol"}, {"input_key": "q"}, {"output_key": "a.b"}])
+def test_a_named_key_that_a_row_lacks_is_an_error_in_every_environment(tokenizer, env_name, keys):
+    """Else a reward function gets '' for each answer. A key that is there may be null where no answer is compared."""
+    row = GOOD | {"a": {"c": 1}}
+    (key,) = keys
+    assert f"set {key}" in refused(tokenizer, [row], env_name=env_name, **keys)
+    if env_name == "my.envs:Class":
+        (problem,) = load(tokenizer, [GOOD | {"sol": None}], env_name=env_name, output_key="sol").problems
+        assert problem.answer == ""
 
 
 @pytest.mark.parametrize(

@@ -185,3 +185,31 @@ def test_rows_of_known_data_sets(tokenizer, name):
 
 def test_each_known_data_set_has_a_form():
     assert FORMS.keys() == sources.PRESETS.keys()
+
+
+def odd_columns():
+    """Columns that pyarrow reads and Python cannot hold."""
+    pyarrow = pytest.importorskip("pyarrow")
+    number = pyarrow.array([1_600_000_000_000_000_001] * 2, pyarrow.int64())
+    days = pyarrow.array([2**31 - 1] * 2, pyarrow.int32())
+    binary = pyarrow.array([b"\xff\xfe"] * 2, pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(2, binary.buffers()[1], binary.buffers()[2])
+    return {
+        "nanoseconds": number.cast(pyarrow.timestamp("ns")),
+        "duration": number.cast(pyarrow.duration("ns")),
+        "date": days.cast(pyarrow.date32()),
+        "bytes": text,
+    }
+
+
+@pytest.mark.parametrize("name", ["nanoseconds", "duration", "date", "bytes"])
+def test_a_column_that_python_cannot_hold(tokenizer, name):
+    """It matters where it is read, and nowhere else."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"input": ["1+1", "2+2"], "output": ["2", "4"], name: odd_columns()[name]})
+    pyarrow.parquet.write_table(table, "rows.parquet")
+    problems = load(tokenizer, [], data_path="rows.parquet").problems
+    assert [problem.answer for problem in problems] == ["2", "4"]
+    for key in ("input_key", "output_key"):
+        message = refused(tokenizer, [], data_path="rows.parquet", **{key: name})
+        assert f"rows.parquet, row 1: column '{name}'" in message

@@ -121,6 +121,10 @@ UNSUPPORTED = [
         dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
         "original_max_position_embeddings=None",
     ),
+    (
+        dict(model_type="gemma3_text", rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "model_type='gemma3_text' is not supported",
+    ),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "remove full_attention: no effect"),
     (dict(rope_scaling={"rope_type": "default", "factor": 4.0}), "remove factor: no effect with rope_type='default'"),
     (dict(rope_scaling=LLAMA3, rope_parameters={"rope_theta": 1e6}), "rope_parameters and rope_scaling differ"),

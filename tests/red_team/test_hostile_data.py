@@ -92,7 +92,7 @@ USERS = [  # key, code, what the message names
     (PROCESSOR, "def f(row):\n return row['x']", "rows.jsonl:1: KeyError: 'x' (FOLDER/mine.py:2)"),
     (PROCESSOR, "def f(row): raise ValueError('x\\n' * 9999)", "rows.jsonl:1: ValueError: x x x"),
     (PROCESSOR, "def f(row): return row | {'answer': {(1, 2): 3}}", "rows.jsonl:1: TypeError"),
-    (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: none of the keys messages, input"),
+    (PROCESSOR, "def f(row): return {1: 2, 'a': 3}", "rows.jsonl:1: there is none of messages, input"),
     (ENV, "def f(prompts): pass", "a reward function must take `completions`"),
     (ENV, "class f: pass", "no method step()"),
     (ENV, CLASS.format(step="1/0", check="raise KeyError('level')"), "raised KeyError: 'level' (FOLDER/mine.py:3)"),
