@@ -1,10 +1,10 @@
 """Losses of TRL and verl on one batch: their own functions, executed. It prints what losses.json beside it holds.
 
-    python tests/helpers/peers/losses.py CHECKOUT_OF_TRL CHECKOUT_OF_VERL > losses.json
+    python tests/helpers/peers/losses.py FOLDER_OF_TRL FOLDER_OF_VERL > losses.json
 
-Of huggingface/trl at f2cd577: GRPOTrainer._compute_loss in trl/trainer/grpo_trainer.py, with a stand-in for the trainer
-that hands it the log-probabilities. Of volcengine/verl at b178a3c: compute_policy_loss_*, kl_penalty_forward and
-agg_loss in verl/trainer/ppo/core_algos.py. Each function is cut out of its file, and needs torch alone.
+The folders are unpacked wheels. Of TRL 1.16.0: GRPOTrainer._compute_loss in trl/trainer/grpo_trainer.py, with a
+stand-in for the trainer that hands it the log-probabilities. Of verl 0.9.1: compute_policy_loss_*, kl_penalty_forward
+and agg_loss in verl/trainer/ppo/core_algos.py. Each function is cut out of its file, and needs torch alone.
 """
 
 import ast
@@ -64,7 +64,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def loss_of_trl(module, low=0.2, high=0.2, use_vllm=False, delta=None, beta=0.0, **options) -> tuple[float, list]:
     b = tensors()
-    args = SimpleNamespace(delta=delta, use_bias_correction_kl=False)
+    args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
     trainer = MagicMock(args=args, aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None)
     trainer.configure_mock(
         **{"importance_sampling_level": "token", "loss_type": "dapo", "beta": beta} | options,
