@@ -175,9 +175,10 @@ def _translated(system: str, table: Mapping[str, Any], given: Values, report: Re
     read: Values = {}
     unread: Values = {}
     for key, value in given.items():
+        row = rows[row_of[key]]
         if not isinstance(value, Unread):
-            read[key] = _typed(key, value, rows[row_of[key]], name)
-        elif GRADED_BY in rows[row_of[key]].get("made", ()):
+            read[key] = _typed(key, value, row, name)
+        elif GRADED_BY in row.get("made", ()):
             read[key] = str(value)  # which --check refuses
         else:
             unread[key] = value
@@ -193,31 +194,63 @@ def _translated(system: str, table: Mapping[str, Any], given: Values, report: Re
         row = rows[row_of.get(key, key)]
         if key in unread:
             _report_unread(system, report, key, unread[key], row)
-        if key not in values:
-            continue
-        heading, text, keys = _meaning(row, values, values[key], made, table)
-        ours |= keys
-        written = f"{key}={text_of(values[key])}"
-        if key in read and heading == REFUSED:
-            report.refused.append(f"{written}: {text}; to convert without it, add {key}={_off(row)}")
-        elif key in read:
-            report.add(heading, f"{written}: {text}")
-            asked |= keys.keys()
-        else:
-            if heading in (NONE, REFUSED):
-                report.add(NONE, f"{written}, {NAMES[system]}'s default: {text}")
-            if heading != SAME and "before" in row:
-                report.add(OLDER, f"{written}: {row['before']}")
-    for key, why in made.refused.items():
-        report.refused.append(f"{key}={text_of(values[key])}: {why}")
+        if key in values:
+            heading, text, keys = _meaning(row, values, values[key], made, table)
+            ours |= keys
+            line = f"{key}={text_of(values[key])}"
+            if key in read:
+                asked |= keys.keys()
+                _report_read(report, heading, f"{line}: {text}", key, row)
+            else:
+                _report_default(system, report, heading, line, text, row)
+    _report_made(report, made, values)
     if report.refused:
         raise ConfigError(f"{name}: {REFUSED}:", *map(_printable, report.refused))
-    for key, note in made.notes.items():
-        report.add(NOT_QUITE, f"{key}={text_of(values[key])}: {note}")
     if COMPUTED in report.lines:
         report.add(COMPUTED, f"{table['way_out']}; or add key=value to this command")
-    ours |= {key: value for key, value in made.keys.items() if value is not None or key in ours}
+    for key, value in made.keys.items():
+        if value is not None or key in ours:
+            ours[key] = value
     return _differing(ours, asked, table, report)
+
+
+def _report_read(report: Report, heading: str, line: str, key: str, row: Mapping[str, Any]) -> None:
+    """A key that they write."""
+    if heading == REFUSED:
+        report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
+    else:
+        report.add(heading, line)
+
+
+def _report_default(system: str, report: Report, heading: str, line: str, text: str, row: Mapping[str, Any]) -> None:
+    """A key that they leave out, where its default is not here, or is another one in older versions."""
+    if heading in (NONE, REFUSED):
+        report.add(NONE, f"{line}, {NAMES[system]}'s default: {text}")
+    if heading != SAME and "before" in row:
+        report.add(OLDER, f"{line}: {row['before']}")
+
+
+def _report_unread(system: str, report: Report, key: str, value: Unread, row: Mapping[str, Any]) -> None:
+    """A key whose value must be computed."""
+    line = f"{key}={shortened(str(value))}"
+    if "refused" in row:
+        why = "only running your script gives its value" if row.get("default") else row["refused"]
+        report.refused.append(f"{line}: {why}; to convert without it, add {key}={_off(row)}")
+    elif "default" in row:
+        default = text_of(row["default"])
+        report.add(COMPUTED, f"{line}: {default}, {NAMES[system]}'s default, is in its place")
+    elif "same" in row:
+        report.add(SAME, f"{line}: {row['same']}")
+    else:
+        report.add(COMPUTED, line)
+
+
+def _report_made(report: Report, made: Made, values: Values) -> None:
+    """What is refused, and what differs, because of several keys."""
+    for key, why in made.refused.items():
+        report.refused.append(f"{key}={text_of(values[key])}: {why}")
+    for key, note in made.notes.items():
+        report.add(NOT_QUITE, f"{key}={text_of(values[key])}: {note}")
 
 
 def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: Report) -> Values:
@@ -231,18 +264,6 @@ def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: 
             why = f"; {table['assumed'][key]}" if key in table["assumed"] else ""
             report.add(DIFFER, f"{key}={text_of(value)} (ours {default_text(key)}){why}")
     return differing
-
-
-def _report_unread(system: str, report: Report, key: str, value: Unread, row: Mapping[str, Any]) -> None:
-    written = f"{key}={shortened(str(value))}"
-    if "refused" in row:
-        why = "only running your script gives its value" if row.get("default") else row["refused"]
-        report.refused.append(f"{written}: {why}; to convert without it, add {key}={_off(row)}")
-    elif "default" in row:
-        default = text_of(row["default"])
-        report.add(COMPUTED, f"{written}: {default}, {NAMES[system]}'s default, is in its place")
-    elif "same" not in row:
-        report.add(COMPUTED, written)
 
 
 def _off(row: Mapping[str, Any]) -> str:

@@ -9,8 +9,6 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from config import ConfigError, shortened
 from support.inputs import yaml_text
 from support.inputs.files import parse_json, read_text
@@ -19,12 +17,8 @@ from tools import theirs_python, theirs_shell
 from tools.theirs_python import Unread, Values
 
 MAX_LENGTH = 400_000  # characters of a file
-MAX_NODES = 50_000  # values of a yaml file, those of its aliases counted each time
-MAX_DEPTH = 50  # lists and mappings, or interpolations, within each other
+MAX_DEPTH = 30  # interpolations within each other
 MAX_STEPS = 1_000  # interpolations of one value
-STR_TAG = "tag:yaml.org,2002:str"
-# What PyYAML raises for a text that is no yaml, or for a value that is not of the kind that it says it is.
-NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def read(system: str, name: str, table: Mapping[str, Any]) -> tuple[Values, list[str]]:
@@ -84,39 +78,8 @@ def _read_verl(name: str, text: str, table: Mapping[str, Any]) -> tuple[Values, 
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a yaml text whose keys are texts. ConfigError, beginning with `where`."""
-    try:
-        loader = yaml_text.Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_size(node, where)
-        return loader.construct_document(node)
-    except NOT_YAML as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{where}{line}: not yaml: {' '.join(str(problem).split()):.200}") from None
-
-
-def _check_size(root: yaml.Node, where: str) -> None:
-    """ConfigError for a tree that is too large or too deep, or has a key that is no text."""
-    waiting = [(root, 0)]
-    num_nodes = 0
-    while waiting:
-        node, depth = waiting.pop()
-        num_nodes += 1
-        place = f"{where} line {node.start_mark.line + 1}"
-        if num_nodes > MAX_NODES or depth > MAX_DEPTH:
-            limits = f"more than {MAX_NODES:,} values, or {MAX_DEPTH} lists and mappings within each other"
-            raise ConfigError(f"{place}: not a config: {limits}")
-        if isinstance(node, yaml.SequenceNode):
-            waiting += [(item, depth + 1) for item in node.value]
-        elif isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                if key.tag != STR_TAG:
-                    raise ConfigError(f"{place}: expected the name of a key, got {shortened(key.value)}")
-                waiting.append((value, depth + 1))
+    """The value of a yaml text. ConfigError, beginning with `where`, also for one that is too large or too deep."""
+    return yaml_text.Document(text, where, lambda name: True).value
 
 
 def _flat(tree: Mapping[str, Any], prefix: str, table: Mapping[str, Any]) -> Values:
