@@ -125,8 +125,9 @@ class Rollout:
 
     def _no_room(self, after: str) -> Refused:
         self.was_refused_for_room = True
-        limit = f"policy.max_total_sequence_length={self.max_tokens}"
-        return Refused(f"{limit} leaves no room for a reply after {after}", 400, "context_length_exceeded")
+        # OpenAI's words, by which clients recognize it.
+        limit = f"This model's maximum context length is {self.max_tokens} tokens (policy.max_total_sequence_length)"
+        return Refused(f"{limit}. However, your messages resulted in {after}.", 400, "context_length_exceeded")
 
     def forget(self, number: int) -> None:
         """The client never had the replies to this request: if it asks again, it gets the same ones."""

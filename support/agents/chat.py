@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from config import shortened
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-TEXT_PARTS = ("text", "refusal")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind -> its key
 MESSAGE_FORM = "expected {role, content} with a text or parts of text, and tool_calls of {function: {name, arguments}}"
 TOOL_FORM = "expected {type: function, function: {name, description, parameters}}"
 Count = Annotated[int, Field(ge=1)] | None
@@ -36,7 +36,13 @@ class Refused(Exception):
 def read_message(message: dict) -> dict:
     """A message as chat templates take it: content a text, arguments an object. What clients add (audio, null) goes.
     Raises ValueError, and what else a message of another form may raise."""
-    read = {"role": ROLES[message["role"]], "content": _read_content(message.get("content") or "")}
+    role = message["role"]
+    if role not in ROLES:
+        raise ValueError(f"role {role!r:.80}: served are {', '.join(ROLES)}")
+    content, thoughts = _read_content(message.get("content") or "")
+    read = {"role": ROLES[role], "content": content}
+    if thoughts:
+        read["reasoning_content"] = thoughts
     calls = [_read_call(call) for call in message.get("tool_calls") or ()]
     if calls:
         read["tool_calls"] = calls
@@ -46,16 +52,20 @@ def read_message(message: dict) -> dict:
     return read
 
 
-def _read_content(content: str | list[dict]) -> str:
+def _read_content(content: str | list[dict]) -> tuple[str, str]:
+    """(text, thoughts) of a message's content, or of its parts."""
     if isinstance(content, str):
-        return content
-    texts = []
+        return content, ""
+    texts, thoughts = [], []
     for part in content:
         kind = part["type"]
-        if kind not in TEXT_PARTS:
+        if kind == "thinking":
+            thoughts.append(part["thinking"])
+        elif kind in TEXT_PARTS:
+            texts.append(part[TEXT_PARTS[kind]])
+        else:
             raise ValueError(f"a part of type {kind!r:.80}: the policy reads only text")
-        texts.append(part[kind])
-    return "".join(texts)
+    return "".join(texts), "".join(thoughts)
 
 
 def _read_call(call: dict) -> dict:
@@ -99,6 +109,10 @@ def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def _as_limit(count: Any) -> Any:
+    return None if count == -1 else count  # how vLLM's clients write "no limit"
+
+
 class Request(BaseModel):
     """The body of a request: what is served of it. The rest is in model_extra. train: of this program; false keeps the
     call out of all rows."""
@@ -108,14 +122,14 @@ class Request(BaseModel):
     tools: list[Annotated[dict, AfterValidator(_check_tool)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict | None = None
     n: Count = None
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
+    max_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
+    max_completion_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     stop: Annotated[list[Text], BeforeValidator(_as_list)] | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: dict | None = None
     modalities: list[Literal["text"]] | None = None
     functions: None = None
     return_token_ids: bool | None = None
@@ -190,7 +204,9 @@ def _choice(request: Request, index: int, reply: Reply) -> dict:
     if request.logprobs:
         tokens = []
         for text, logp in zip(reply.texts, reply.logps, strict=True):
-            tokens.append({"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []})
+            token = {"token": text, "logprob": logp, "bytes": list(text.encode())}
+            likeliest = [token] if request.top_logprobs else []  # the engine keeps no other
+            tokens.append(token | {"top_logprobs": likeliest})
         choice["logprobs"] = {"content": tokens, "refusal": None}
     if request.return_token_ids:
         choice["token_ids"] = reply.ids

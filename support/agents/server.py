@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import traceback
+import zlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,10 +34,26 @@ MAX_BYTES = 16 << 20  # of a request
 KEEP_ALIVE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
 LINGER_SECONDS = 5.0  # a worker's next rollout may begin at once, on the connection of the last one
 MAX_FAULTS = 100  # requests of a run that this program, and not the client, failed
-PATH = re.compile(r"/rollout/(?P<key>\w+)/v1/(?P<name>[\w/]+)")
+ROLLOUT = r"/rollout/(?P<key>\w+)/v1"
+CHAT = re.compile(f"POST {ROLLOUT}/chat/completions")
+MODELS = re.compile(f"GET {ROLLOUT}/models")
+ONE_MODEL = re.compile(f"GET {ROLLOUT}/models/.+")
 # By the run: what was sampled in another way would be trained as if it were the policy's.
 DECIDED = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "tool_choice")
 DECIDED += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+# What changes no reply, and the values that ask for what is served.
+HARMLESS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+SERVED_VALUES = {
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "parallel_tool_calls": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+}
+MAX_NOTES = 30  # of a run: an agent may send any key
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo.py"}
 
 
@@ -157,20 +174,27 @@ class Server:
             await response(scope, receive, send)
 
     async def _respond(self, request: HTTPRequest) -> Response:
-        path = PATH.fullmatch(request.scope["path"])
-        route = (request.method, path["name"]) if path else None
-        if route not in (("POST", "chat/completions"), ("GET", "models")):
-            raise Refused("only chat/completions and models are served", 404, "not_found")
-        if not self.is_open(path["key"]):
-            raise Refused("no running rollout has this key", 404, "not_found")
-        if path["name"] == "models":
+        asked = f"{request.method} {request.scope['path']}"
+        if path := CHAT.fullmatch(asked):
+            self._check_key(path["key"])
+            return await self._chat(request, path["key"])
+        if path := MODELS.fullmatch(asked):
+            self._check_key(path["key"])
             return _json({"object": "list", "data": [MODEL]})
-        return await self._chat(request, path["key"])
+        if path := ONE_MODEL.fullmatch(asked):
+            self._check_key(path["key"])
+            return _json(MODEL)
+        fix = "choose chat completions in your client, not responses, messages or completions"
+        raise Refused(f"only chat/completions and models are served: {fix}", 404, "not_found")
+
+    def _check_key(self, key: str) -> None:
+        if not self.is_open(key):
+            raise Refused("no running rollout has this key", 404, "not_found")
 
     async def _chat(self, http: HTTPRequest, key: str) -> Response:
         body = await _read_body(http)
         request = _read_request(body)
-        self._note_what_is_decided(request)
+        self._note_what_is_not_served(request)
         number = next(self.numbers)
         future: Future[dict | Refused] = Future()
         self.futures[number] = future
@@ -202,13 +226,20 @@ class Server:
             self.inbox.put(Gone(key, number))
             raise
 
-    def _note_what_is_decided(self, request: Request) -> None:
-        given = request.model_extra | {"tool_choice": request.tool_choice}
-        for name in DECIDED:
-            if name not in self.noted and given.get(name) not in (None, "auto", "none"):
-                self.noted.add(name)
-                what = f"an agent asks for {name}={shortened(given[name])}"
-                self.note(f"NOTE: {what}, to no effect: the run's config decides how replies are sampled")
+    def _note_what_is_not_served(self, request: Request) -> None:
+        """Each key once."""
+        given = dict(request.model_extra)
+        for name in ("tool_choice", "response_format", "top_logprobs"):
+            given[name] = getattr(request, name)
+        for name, value in given.items():
+            if value is None or name in HARMLESS or value in SERVED_VALUES.get(name, ()):
+                continue
+            if name in self.noted or len(self.noted) == MAX_NOTES:
+                continue
+            self.noted.add(name)
+            why = "the run's config decides how replies are sampled" if name in DECIDED else "it is not served"
+            key = name if name.isidentifier() else shortened(name)
+            self.note(f"NOTE: an agent asks for {key}={shortened(value)}, to no effect: {why}")
 
 
 async def _read_body(http: HTTPRequest) -> bytes:
@@ -216,8 +247,30 @@ async def _read_body(http: HTTPRequest) -> bytes:
     async for chunk in http.stream():
         body += chunk
         if len(body) > MAX_BYTES:
-            raise Refused(f"the request is larger than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
+            raise _too_large()
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding == "gzip":
+        return _unpack(bytes(body))
+    if encoding != "identity":
+        raise Refused(f"content-encoding {encoding!r:.80}: served are identity and gzip", 415)
     return bytes(body)
+
+
+def _unpack(body: bytes) -> bytes:
+    stream = zlib.decompressobj(wbits=31)  # 31: gzip's head and end
+    try:
+        unpacked = stream.decompress(body, MAX_BYTES + 1)
+    except zlib.error as error:
+        raise Refused(f"body: not gzip ({error})") from error
+    if len(unpacked) > MAX_BYTES:
+        raise _too_large()
+    if not stream.eof:
+        raise Refused("body: the gzip stream has no end")
+    return unpacked
+
+
+def _too_large() -> Refused:
+    return Refused(f"the request is larger than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
 
 
 def _read_request(body: bytes) -> Request:

@@ -1,5 +1,6 @@
 """The endpoint over vLLM: exact to the token, whatever an agent asks and in whatever order."""
 
+import gzip
 import json
 import random
 import time
@@ -109,7 +110,15 @@ RIGHT = [
     {"temperature": 0, "top_p": 0.5, "seed": 3, "presence_penalty": 1.5, "logit_bias": {"5": 3}},
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 0},
+    {"logprobs": True, "top_logprobs": 5},
     {"response_format": {"type": "text"}},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    {"structured_outputs": {"choice": ["a"]}, "guided_json": {}, "a\nnew key": 1},
+    {"max_tokens": -1, "max_completion_tokens": -1},
+    {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
+    {"messages": [*USER, {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]}, *USER]},
+    {"messages": [*USER, {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}]}, *USER]},
     {"stream": True},
     {"stream": True, "stream_options": {"include_usage": True}, "n": 2, "logprobs": True},
     {"stream": True, "tools": TOOLS, "return_token_ids": True},
@@ -157,14 +166,16 @@ WRONG = [  # (change, status, what the sentence names)
     ({"max_tokens": 1.5}, 400, "max_tokens"),
     ({"stop": ""}, 400, "stop"),
     ({"stop": [1]}, 400, "stop"),
-    ({"top_logprobs": 5, "logprobs": True}, 400, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
+    ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    ({"response_format": "json_object"}, 400, "response_format"),
+    ({"max_tokens": -2}, 400, "max_tokens"),
+    ({"messages": [{"role": "function", "content": "hi"}]}, 400, "role 'function'"),
+    ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, 400, "messages"),
     ({"modalities": ["text", "audio"]}, 400, "modalities"),
     ({"functions": [{"name": "f"}]}, 400, "functions"),
     ({"stream": "yes"}, 400, "stream"),
     ({"train": 0}, 400, "train"),
-    ({"messages": [{"role": "user", "content": "x" * MAX_TOKENS}]}, 400, "max_total_sequence_length"),
+    ({"messages": [{"role": "user", "content": "x" * MAX_TOKENS}]}, 400, f"maximum context length is {MAX_TOKENS}"),
     ({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, 400, "max_total_sequence_length"),
     ({"messages": [{"role": "user", "content": "x" * (17 << 20)}]}, 413, "16 MiB"),
 ]
@@ -197,8 +208,43 @@ def test_requests_right_and_wrong(endpoint, capfd):
         error = answer.json()["error"]
         assert named in error["message"] and error["code"], (str(body)[:200], error)
     said = capfd.readouterr()
-    assert said.out.count("temperature") == 1 and said.out.count("tool_choice") == 1 and said.err == ""
+    assert said.err == ""
+    for name in ("temperature", "tool_choice", "response_format", "structured_outputs", "guided_json", "top_logprobs"):
+        assert said.out.count(f" {name}=") == 1, name
+    for name in ("user", "metadata", "parallel_tool_calls", "stream", "model", "top_p=1"):
+        assert f" {name}=" not in said.out, name
+    assert all(line.startswith("NOTE: ") for line in said.out.splitlines())
     endpoint.close(key)
+
+
+def test_bodies_that_are_packed_and_the_other_paths(endpoint):
+    key, url = endpoint.open((1,), OPTIONS, -1, 500)
+    plain = json.dumps({"messages": USER}).encode()
+    bomb = gzip.compress(b" " * (1 << 30))
+    assert len(bomb) < 2 << 20
+    rows = [
+        (gzip.compress(plain), "gzip", 200),
+        (plain, "identity", 200),
+        (plain, "gzip", 400),
+        (gzip.compress(plain)[:-3], "gzip", 400),
+        (b"", "gzip", 400),
+        (gzip.compress(b"{"), "gzip", 400),
+        (bomb, "gzip", 413),
+        (plain, "br", 415),
+    ]
+
+    def packed(body, encoding):
+        return post(url, body, headers={"content-encoding": encoding}, timeout=60)
+
+    answers = serve(endpoint, [lambda row=row: packed(*row[:2]) for row in rows])
+    assert [answer.status_code for answer in answers] == [status for *_, status in rows]
+    for name in ("policy", "gpt-4.1", "org/name"):
+        assert httpx.get(f"{url}/models/{name}").json()["object"] == "model"
+    wire = post(url, {"input": "hi"}, path="/responses")
+    assert wire.status_code == 404 and "chat completions" in wire.json()["error"]["message"]
+    assert httpx.get(f"{url}/chat/completions").status_code == 404
+    endpoint.close(key)
+    assert httpx.get(f"{url}/models/policy").status_code == 404
 
 
 @pytest.mark.parametrize("num_guesses", [300, pytest.param(10_000, marks=pytest.mark.long)])
