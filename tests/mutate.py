@@ -41,6 +41,7 @@ def run_tests(root: Path, names: list[str], known: str, select: str) -> str:
     env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "GRPO_DEVICE": "cpu"}
     command = ["timeout", str(SECONDS), sys.executable, "-m", "pytest", "-vx", "-p", "no:cacheprovider", "-m", select]
+    command += ["-c", "pyproject.toml"]  # judges/ has a configuration of its own
     for places in (*first, files):
         done = subprocess.run([*command, *places], cwd=root, env=env, capture_output=True, text=True)
         if done.returncode == 124:  # the test that has no end

@@ -35,4 +35,4 @@ if [[ $GRPO_DEVICE == cpu && $select != long* && $* != *--fast* && $* != *tests/
     workers=3  # on two cores: tests of whole runs wait for deadlines, signals and each other
     parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)  # tests/conftest.py has order and what stays together
 fi
-exec "$PYTHON" -m pytest -q -m "$select" "${parallel[@]}" "$@"
+exec "$PYTHON" -m pytest -c pyproject.toml -q -m "$select" "${parallel[@]}" "$@"
