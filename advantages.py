@@ -132,6 +132,9 @@ def estimate_advantages(
         gdpo                  `gdpo_advantages` of `parts` (Liu et al. 2026)
         reinforce_plus_plus   the reward, minus the mean of its group if minus_baseline, whitened over the tokens of the
                               step: a response counts in proportion to its length (Hu et al. 2025)
+        max_rl                `max_rl_advantages` (prime-rl's MaxRL)
+        opo                   `opo_advantages` (Hao et al. 2025)
+        gpg                   `gpg_advantages` (Chu et al. 2025)
 
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
     """
@@ -145,6 +148,12 @@ def estimate_advantages(
         if estimator.minus_baseline:
             adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
         adv_B = _whiten(adv_B, num_tokens_B)
+    elif estimator.name == "max_rl":
+        adv_B = max_rl_advantages(reward_B, group_B)
+    elif estimator.name == "opo":
+        adv_B = opo_advantages(reward_B, group_B, num_tokens_B)
+    elif estimator.name == "gpg":
+        adv_B = gpg_advantages(reward_B, group_B)
     else:
         raise AssertionError(f"grpo.adv_estimator.name={estimator.name}: estimate_advantages has no branch for it")
     return _clip(adv_B, grpo)
@@ -204,6 +213,44 @@ def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
         std=grpo.reward_std,
         std_floor=grpo.reward_std_floor,
     )
+
+
+def max_rl_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """(r - mean) / mean of the group, as in prime-rl's MaxRL: a problem that is seldom solved weighs more. For rewards
+    of at least 0; a group whose mean is not above 0 has advantage 0.
+
+    Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1]."""
+    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
+    for group in group_B.unique():
+        is_in_group_B = group_B == group
+        reward_G = reward_B[is_in_group_B].double()
+        mean = reward_G.mean()
+        if mean > 0:
+            adv_B[is_in_group_B] = (reward_G - mean) / mean
+    return adv_B.to(reward_B.dtype)
+
+
+def opo_advantages(reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor) -> Tensor:
+    """The reward minus the group's mean weighted by length, the baseline of least variance if the gradient's square
+    grows with the length (OPO, Hao et al. 2025; verl). num_tokens_B: trained tokens of each sample.
+
+    Example: rewards [1, 0], lengths [1, 3] -> [.75, -.25]."""
+    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
+    for group in group_B.unique():
+        is_in_group_B = group_B == group
+        reward_G = reward_B[is_in_group_B].double()
+        length_G = num_tokens_B[is_in_group_B].double()
+        baseline = (length_G * reward_G).sum() / length_G.sum().clamp(min=1)
+        adv_B[is_in_group_B] = reward_G - baseline
+    return adv_B.to(reward_B.dtype)
+
+
+def gpg_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """The reward minus the group's mean, times samples / samples with a reward other than 0 of the whole step (GPG, Chu
+    et al. 2025; as verl counts them): a step with few rewarded samples makes steps as large as any."""
+    adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
+    num_rewarded = int((reward_B != 0).sum())
+    return adv_B * (len(reward_B) / max(num_rewarded, 1))
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:

@@ -50,10 +50,11 @@ class Section:
 
 
 class AdvEstimatorConfig(Section):
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "none"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "max_rl", "opo", "gpg", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
-    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. none ignores the rewards and
-    trains only the KL: on-policy distillation, with policy.reference_model_name."""
+    over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. max_rl divides by the group's
+    mean reward, opo weighs the group's mean by length, and gpg scales by the share of samples with a reward. none
+    ignores the rewards and trains only the KL: on-policy distillation, with policy.reference_model_name."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
@@ -203,7 +204,24 @@ class LossConfig(Section):
     token_level_loss: bool = True
     """The loss is the mean over tokens. If false, it is the mean over sequences of their token means."""
     loss_scale_factor: float | None = key(None, "> 0")
-    """As in Dr. GRPO, this length divides each sequence's token sum; null divides by the sequence's own length."""
+    """As in Dr. GRPO, this length divides each sequence's token sum; null divides by the sequence's own length. With
+    token_level_loss it divides the sum of all tokens, in place of their number."""
+    token_loss: Literal["ppo", "sapo", "dppo", "ipo", "dppo_tv", "gmpo"] = "ppo"
+    """The loss of a token: PPO's clip, SAPO's gate, the masks of prime-rl's DPPO and IPO or of verl's dppo_tv on the
+    change of a token's probability, or GMPO's geometric mean. use_cispo and disable_ppo_ratio replace ppo."""
+    sapo_tau_positive: float = key(1.0, "> 0")
+    """SAPO's gate is this steep where the advantage is positive."""
+    sapo_tau_negative: float = key(1.05, "> 0")
+    """SAPO's gate is this steep where the advantage is not positive."""
+    dppo_mask_low: float = key(0.2, ">= 0")
+    """dppo, ipo and dppo_tv remove the gradient of a token whose probability has fallen by more than this."""
+    dppo_mask_high: float = key(0.2, ">= 0")
+    """dppo, ipo and dppo_tv remove the gradient of a token whose probability has risen by more than this."""
+    dppo_kl_tau: float = key(1e-3, ">= 0")
+    """dppo and ipo add the square of the log-ratio with this weight."""
+    off_policy_mask_threshold: float | None = key(None, ">= 0")
+    """Sequences of negative advantage are not trained where the sampler's mean log-probability is above the policy's
+    by more than this (DeepSeek-V3.2); null trains them."""
     disable_ppo_ratio: bool = False
     """The log-probability replaces the ratio, which makes this the plain policy gradient."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -213,14 +231,17 @@ class LossConfig(Section):
     """The ratio counts as 1, which is exact with one optimizer step per rollout."""
     sequence_level_importance_ratios: bool = False
     """As in GSPO, the tokens of a sequence share one ratio, from the mean of their log-ratios."""
+    gspo_token: bool = False
+    """As in GSPO-token, each token's own log-probability has the gradient of the shared ratio (verl)."""
     use_cispo: bool = False
     """As in CISPO, the clipped ratio is a constant weight on the log-probability."""
     reference_policy_kl_penalty: float = key(0.01, ">= 0")
     """The KL of policy and reference policy has this weight; with 0 there is no reference policy."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """The KL is estimated by Schulman's k1, k2 or k3."""
-    kl_gradient: Literal["score_function", "plain"] = "score_function"
-    """score_function is the gradient of the KL itself (NeMo RL), plain the gradient of its estimator (verl)."""
+    kl_gradient: Literal["score_function", "policy_ratio", "plain"] = "score_function"
+    """score_function is the gradient of the KL itself (NeMo RL); policy_ratio is too, in later optimizer steps of a
+    rollout as well (DeepSeek-V3.2, TRL); plain is the gradient of the estimator (verl)."""
     kl_input_clamp_value: float | None = key(20.0, "> 0")
     """The KL clamps each log-probability difference to +-this; null means no limit."""
     kl_output_clamp_value: float | None = key(10.0, "> 0")

@@ -69,6 +69,8 @@ def policy_loss(
     loss_R = _token_loss(t, ratio_R, clamped_R, cfg)
     if cfg.use_importance_sampling_correction:
         loss_R = loss_R * sampler_weight_R
+    if cfg.off_policy_mask_threshold is not None:
+        loss_R = torch.where(_is_off_policy(t, cfg), 0.0, loss_R)
     loss = (loss_R * weight_R).sum()
     kl = nll = loss.new_zeros(())
     if ref_logp_R is not None and cfg.reference_policy_kl_penalty:
@@ -152,12 +154,15 @@ def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg
     """Weight of each token in the loss. Counts are over the whole optimizer step.
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
-    their tokens' mean (GRPO, Shao et al. 2024), or with loss_scale_factor as length (Dr. GRPO, Liu et al. 2025; verl).
+    their tokens' mean (GRPO, Shao et al. 2024). loss_scale_factor takes the place of the number of tokens (1: verl's
+    token-sum), or of the length (Dr. GRPO, Liu et al. 2025; verl).
     """
-    if cfg.token_level_loss:
-        return torch.ones_like(seqs.length_R) / _at_least_one(num_valid_tokens)
+    ones_R = torch.ones_like(seqs.length_R)
     factor = cfg.loss_scale_factor
-    length_R = seqs.length_R if factor is None else torch.full_like(seqs.length_R, factor)
+    if cfg.token_level_loss:
+        num_tokens = _at_least_one(num_valid_tokens) if factor is None else factor
+        return ones_R / num_tokens
+    length_R = seqs.length_R if factor is None else ones_R * factor
     return 1 / length_R / _at_least_one(num_valid_seqs)
 
 
@@ -166,33 +171,97 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
 
     r = exp(logp - old) (PPO, Schulman et al. 2017); clamp(r, 1 - ratio_clip_min, 1 + ratio_clip_max), two bounds as in
     DAPO's clip-higher. sequence_level_importance_ratios: exp(mean of logp - old over the sequence) (GSPO, Zheng et al.
-    2025). force_on_policy_ratio: `old` is detach(logp), in the metrics too, so each token's own r is 1.
+    2025); with gspo_token its value alone, and the gradient of the token's own logp (GSPO-token, there 4.3; verl).
+    force_on_policy_ratio: `old` is detach(logp), in the metrics too, so each token's own r is 1.
     old_logprobs=sampler: `old` is the sampler's logp, so r compares with the policy that drew the token (PPO).
-    |log r| is at most MAX_LOG_RATIO, and r has no gradient beyond: one overflow would cost the whole step.
-    disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL.
+    Beyond |log r| of MAX_LOG_RATIO r is constant: without the bound, one infinite ratio would discard the whole step.
+    disable_ppo_ratio: logp stands in place of r, in the metrics too, as in NeMo RL. A token_loss that does not clip r
+    has clamp(r) = r.
     """
     if cfg.disable_ppo_ratio:
         return t.logp_R, t.logp_R
-    log_ratio_R = t.logp_R - (t.sampler_logp_R if cfg.old_logprobs == "sampler" else t.old_logp_R)
+    log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
     if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
-        log_ratio_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
+        mean_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
+        if cfg.gspo_token:
+            mean_R = mean_R.detach() + t.logp_R - t.logp_R.detach()
+        log_ratio_R = mean_R
     ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if cfg.token_loss != "ppo":
+        return ratio_R, ratio_R
     return ratio_R, ratio_R.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
 
 
-def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> Tensor:
-    """Loss of each token, before weights.
+def _logp_to_compare(t: _Tokens, cfg: LossConfig) -> Tensor:
+    """Of the policy that the ratio compares with: the sampler, or the trainer at the start of the step."""
+    return t.sampler_logp_R if cfg.old_logprobs == "sampler" else t.old_logp_R
 
-    l = max(-A r, -A clamp(r)) (PPO, Schulman et al. 2017, eq. 7); with ratio_clip_c = c, min(l, -A c) where A < 0 (dual
-    clip, Ye et al. 2019). use_cispo: l = -A detach(clamp(r)) logp (MiniMax-M1 2025), which keeps every token's
-    gradient. disable_ppo_ratio: l = -A logp (REINFORCE, Williams 1992), as r is logp.
+
+def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> Tensor:
+    """Loss l of each token, before weights, by cfg.token_loss. CISPO and REINFORCE have NeMo RL's keys.
+
+    ppo                 max(-A r, -A clamp(r)) (Schulman et al. 2017, eq. 7); with ratio_clip_c = c, min(l, -A c)
+                        where A < 0 (dual clip, Ye et al. 2019)
+    use_cispo           -A detach(clamp(r)) logp: every token keeps its gradient (MiniMax-M1 2025)
+    disable_ppo_ratio   -A logp, as r is logp (REINFORCE, Williams 1992)
+    sapo                -A 4 / tau sigmoid(tau (r - 1)): a gate in place of the clip; tau by the sign of A (SAPO,
+                        Gao et al. 2025; TRL, verl)
+    dppo                -A r m + dppo_kl_tau log(r)^2, where m is 0 if the token's probability has moved past
+                        dppo_mask_high with A > 0, or below -dppo_mask_low else (prime-rl's default)
+    ipo                 the same, where m is 0 past either bound (prime-rl)
+    dppo_tv             -A detach(min(r, ratio_clip_c)) m logp, m as in dppo (DPPO, arXiv:2602.04879; verl)
+    gmpo                -A exp(mean over the sequence of the pessimistic log r), clipped to [-ratio_clip_min,
+                        ratio_clip_max] (GMPO, Zhao et al. 2025; verl's geo_mean)
     """
     if cfg.use_cispo:
         return -t.adv_R * clamped_R.detach() * t.logp_R
+    if cfg.token_loss == "sapo":
+        tau_R = torch.full_like(t.adv_R, cfg.sapo_tau_negative)
+        tau_R = torch.where(t.adv_R > 0, torch.full_like(t.adv_R, cfg.sapo_tau_positive), tau_R)
+        return -t.adv_R * 4 / tau_R * torch.sigmoid(tau_R * (ratio_R - 1))
+    if cfg.token_loss in ("dppo", "ipo"):
+        log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
+        masked_R = torch.where(_is_outside_mask(t, cfg), 0.0, -t.adv_R * ratio_R)
+        return masked_R + cfg.dppo_kl_tau * log_ratio_R.square()
+    if cfg.token_loss == "dppo_tv":
+        constant_R = ratio_R.detach()
+        if cfg.ratio_clip_c is not None:
+            constant_R = constant_R.clamp(max=cfg.ratio_clip_c)
+        return torch.where(_is_outside_mask(t, cfg), 0.0, -t.adv_R * constant_R * t.logp_R)
+    if cfg.token_loss == "gmpo":
+        return -t.adv_R * _geometric_mean_ratio(t, cfg)
     loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)
     if cfg.ratio_clip_c is not None:
         loss_R = torch.where(t.adv_R < 0, torch.minimum(loss_R, -t.adv_R * cfg.ratio_clip_c), loss_R)
     return loss_R
+
+
+def _is_outside_mask(t: _Tokens, cfg: LossConfig) -> Tensor:
+    """[R], bool: where the mask of dppo, dppo_tv or ipo removes the token's policy gradient. It bounds the change of
+    the token's probability, not of its ratio: a rare token may move by a large factor."""
+    moved_R = (t.logp_R.exp() - _logp_to_compare(t, cfg).exp()).detach()
+    is_above_R = moved_R > cfg.dppo_mask_high
+    is_below_R = moved_R < -cfg.dppo_mask_low
+    if cfg.token_loss == "ipo":
+        return is_above_R | is_below_R
+    return torch.where(t.adv_R > 0, is_above_R, is_below_R)
+
+
+def _geometric_mean_ratio(t: _Tokens, cfg: LossConfig) -> Tensor:
+    """GMPO's ratio of each token's sequence. Log-ratios are clipped one by one where that raises the loss."""
+    log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
+    clipped_R = log_ratio_R.clamp(-cfg.ratio_clip_min, cfg.ratio_clip_max)
+    sign_R = t.adv_R.sign()
+    pessimistic_R = sign_R * torch.minimum(sign_R * log_ratio_R, sign_R * clipped_R)
+    mean_R = t.seqs.sum_for_each_token(pessimistic_R) / t.seqs.length_R
+    return mean_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _is_off_policy(t: _Tokens, cfg: LossConfig) -> Tensor:
+    """[R], bool: the tokens of negative advantage whose sequence the policy has left: its mean of sampler - logp is
+    above off_policy_mask_threshold. They are not trained, and count in the denominator (DeepSeek-V3.2, 2025; TRL)."""
+    left_R = t.seqs.sum_for_each_token(t.sampler_logp_R - t.logp_R.detach()) / t.seqs.length_R
+    return (t.adv_R < 0) & (left_R > cfg.off_policy_mask_threshold)
 
 
 def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None]:
@@ -249,13 +318,19 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). A factor
     adds the second part: exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
         kl_gradient=plain               the factor is a constant: the first part alone (verl, Shao et al. 2024)
+        kl_gradient=policy_ratio        it is exp(logp - old), so that later optimizer steps of a rollout, too, have the
+                                        gradient of the KL (DeepSeek-V3.2, 2025; TRL's use_bias_correction_kl)
         use_on_policy_kl_approximation  it is exp(logp - sampler), as the sampler drew the token; 0 where not finite
     Where the input clamp acts, the factor is a constant: the token then gets no gradient from the KL.
     Gradient in logp of k1, k2, k3, with d = logp - ref: score_function 1 + d, d + d^2/2, d; plain 1, d, 1 - exp(-d).
     """
     log_ratio_R = t.where_trained(ref_logp_R).detach() - t.logp_R
     bounded_R = clamp_abs(log_ratio_R, cfg.kl_input_clamp_value)
-    drawn_R = t.sampler_logp_R if cfg.use_on_policy_kl_approximation else t.logp_R.detach()
+    drawn_R = t.logp_R.detach()
+    if cfg.use_on_policy_kl_approximation:
+        drawn_R = t.sampler_logp_R
+    elif cfg.kl_gradient == "policy_ratio":
+        drawn_R = t.old_logp_R
     log_factor_R = t.logp_R - drawn_R
     finite_R = log_factor_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
     score_factor_R = torch.where(finite_R, torch.where(finite_R, log_factor_R, 0.0).exp(), 0.0)
@@ -270,11 +345,7 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     gap_R = t.sampler_logp_R - t.old_logp_R
     mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
     js_R = (kl_estimate(t.old_logp_R - mixture_R, "k3") + kl_estimate(t.sampler_logp_R - mixture_R, "k3")) / 2
-    # Where the clip (not the dual clip) removes the token's gradient: PPO's binds on one side for each sign of A.
-    # CISPO's bounds the token's weight on both sides.
-    low_R, high_R = ratio_R < clamped_R, ratio_R > clamped_R
-    if not cfg.use_cispo:
-        low_R, high_R = low_R & (t.adv_R < 0), high_R & (t.adv_R > 0)
+    low_R, high_R = _clipped(t, ratio_R, clamped_R, cfg)
     mean_R = {
         "probs_ratio": ratio_R,
         "probs_ratio_clamped": clamped_R,
@@ -298,6 +369,22 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     metrics["num_valid_samples"] = t.seqs.count
     metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.counted_R).sum()
     return metrics
+
+
+def _clipped(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
+    """([R], [R]), bool: where the lower and the upper clip, not the dual clip, acts on the token."""
+    if cfg.use_cispo:  # bounds the weight on both sides
+        return ratio_R < clamped_R, ratio_R > clamped_R
+    if cfg.token_loss in ("dppo", "ipo", "dppo_tv"):
+        is_removed_R = _is_outside_mask(t, cfg)
+    elif cfg.token_loss == "gmpo":
+        log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
+        is_below_R = (t.adv_R < 0) & (log_ratio_R < -cfg.ratio_clip_min)
+        is_removed_R = is_below_R | ((t.adv_R > 0) & (log_ratio_R > cfg.ratio_clip_max))
+    else:  # PPO's clip binds on one side for each sign of A
+        is_below_R = (t.adv_R < 0) & (ratio_R < clamped_R)
+        is_removed_R = is_below_R | ((t.adv_R > 0) & (ratio_R > clamped_R))
+    return is_removed_R & (t.adv_R < 0), is_removed_R & (t.adv_R > 0)
 
 
 def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:

@@ -97,14 +97,99 @@ RULES = [
         why="CISPO averages over tokens; set the second to true",
     ),
     Rule(
-        when=[equal("loss_fn.token_level_loss", True)],
-        refuse=[equal("loss_fn.sequence_level_importance_ratios", True)],
-        why="GSPO averages over sequences; set the second to false",
+        when=[equal("loss_fn.use_cispo", True)],
+        refuse=[not_equal("loss_fn.token_loss", "ppo")],
+        why="CISPO is a token loss of its own; set the second to false",
+    ),
+    Rule(
+        when=[equal("loss_fn.disable_ppo_ratio", True)],
+        refuse=[not_equal("loss_fn.token_loss", "ppo")],
+        why="REINFORCE is a token loss of its own; set the second to false",
+    ),
+    Rule(
+        when=[equal("loss_fn.force_on_policy_ratio", True)],
+        refuse=[not_equal("loss_fn.token_loss", "ppo")],
+        why="with a ratio of 1 there is nothing to bound; set the second to false",
+    ),
+    Rule(
+        when=[equal("loss_fn.sequence_level_importance_ratios", True)],
+        refuse=[not_equal("loss_fn.token_loss", "ppo")],
+        why="GSPO clips the ratio of a sequence; set the first to ppo",
     ),
     Rule(
         when=[equal("loss_fn.token_level_loss", True)],
+        refuse=[equal("loss_fn.token_loss", "gmpo")],
+        why="GMPO averages over sequences; set the second to false",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "gmpo")],
         refuse=[not_equal("loss_fn.loss_scale_factor", None)],
-        why="a mean over tokens divides by their number",
+        why="GMPO averages over sequences; set the first to null",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "gmpo")],
+        refuse=[equal("grpo.turn_level_advantages", True)],
+        why="all turns share a ratio; set the first to false",
+    ),
+    Rule(
+        when=[equal("loss_fn.use_on_policy_kl_approximation", True)],
+        refuse=[equal("loss_fn.kl_gradient", "policy_ratio")],
+        why="both weight the KL by a ratio; set the first to score_function",
+    ),
+    Rule(
+        when=[equal("loss_fn.old_logprobs", "sampler")],
+        refuse=[equal("loss_fn.kl_gradient", "policy_ratio")],
+        why="no old log-probabilities are computed; use use_on_policy_kl_approximation",
+    ),
+    Rule(
+        when=[not_equal("policy.generation.top_p", 1.0)],
+        refuse=[equal("loss_fn.kl_gradient", "policy_ratio")],
+        why="the KL is of unfiltered log-probabilities, which are not kept; use score_function",
+    ),
+    Rule(
+        when=[not_equal("policy.generation.top_k", None)],
+        refuse=[equal("loss_fn.kl_gradient", "policy_ratio")],
+        why="the KL is of unfiltered log-probabilities, which are not kept; use score_function",
+    ),
+    Rule(
+        when=[equal("loss_fn.sequence_level_importance_ratios", False)],
+        unread=["loss_fn.gspo_token"],
+        why="it is a form of GSPO",
+    ),
+    Rule(
+        when=[not_equal("loss_fn.token_loss", "sapo")],
+        unread=["loss_fn.sapo_tau_positive", "loss_fn.sapo_tau_negative"],
+        why="only SAPO has a gate",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "ppo", "sapo", "gmpo")],
+        unread=["loss_fn.dppo_mask_low", "loss_fn.dppo_mask_high"],
+        why="this loss has no mask",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "ppo", "sapo", "gmpo", "dppo_tv")],
+        unread=["loss_fn.dppo_kl_tau"],
+        why="this loss has no squared log-ratio",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "sapo", "dppo", "ipo", "dppo_tv")],
+        unread=["loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"],
+        why="this loss does not clip the ratio",
+    ),
+    Rule(
+        when=[equal("loss_fn.token_loss", "sapo", "dppo", "ipo", "gmpo")],
+        unread=["loss_fn.ratio_clip_c"],
+        why="this loss has no second clip",
+    ),
+    Rule(
+        when=[equal("grpo.adv_estimator.name", "max_rl", "opo", "gpg")],
+        unread=[
+            "grpo.normalize_rewards",
+            "grpo.use_leave_one_out_baseline",
+            "grpo.reward_std",
+            "grpo.reward_std_floor",
+        ],
+        why="the estimator has a baseline of its own",
     ),
     Rule(
         when=[equal("loss_fn.force_on_policy_ratio", True)],

@@ -179,6 +179,45 @@ def test_reinforce_plus_plus_is_whitened_over_tokens(minus_baseline):
     equal(estimate_advantages(reward_B, torch.zeros(2), torch.ones(2), grpo, {}), [0.1, -0.1])
 
 
+# Two groups of four, and what the systems' own code gives for three lists of rewards.
+PRINTED_REWARDS = ([1, 0, 0, 1, 0.5, 0.5, 0.5, 0.5], [1, 0, 0, 0, 0.2, 0.9, 0.4, 0.1], [0, 0, 0, 0, 3, -1, 2, 0])
+PRINTED_TOKENS = [3, 9, 5, 4, 2, 8, 6, 7]
+PRINTED = {
+    "max_rl": (  # prime-rl
+        [1, -1, -1, 1, 0, 0, 0, 0],
+        [3, -1, -1, -1, -0.5, 1.25, 0, -0.75],
+        [0, 0, 0, 0, 2, -2, 1, -1],
+    ),
+    "opo": (  # verl 0.9.1
+        [0.66667, -0.33333, -0.33333, 0.66667, 0, 0, 0, 0],
+        [0.85714, -0.14286, -0.14286, -0.14286, -0.26522, 0.43478, -0.06522, -0.36522],
+        [0, 0, 0, 0, 2.56522, -1.43478, 1.56522, -0.43478],
+    ),
+    "gpg": (  # verl 0.9.1
+        [0.66667, -0.66667, -0.66667, 0.66667, 0, 0, 0, 0],
+        [1.2, -0.4, -0.4, -0.4, -0.32, 0.8, 0, -0.48],
+        [0, 0, 0, 0, 5.33333, -5.33333, 2.66667, -2.66667],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", range(3))
+@pytest.mark.parametrize("name", PRINTED)
+def test_numbers_of_the_systems_that_have_the_estimator(name, case):
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
+    reward_B = torch.tensor(PRINTED_REWARDS[case], dtype=torch.float64)
+    group_B = torch.tensor([0] * 4 + [1] * 4)
+    got = estimate_advantages(reward_B, group_B, torch.tensor(PRINTED_TOKENS), grpo, {})
+    assert got.tolist() == pytest.approx(PRINTED[name][case], abs=5e-6)
+
+
+def test_max_rl_trains_nothing_of_a_group_without_a_positive_mean():
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="max_rl"))
+    reward_B = torch.tensor([-1.0, 1.0, -3.0, 0.0])
+    got = estimate_advantages(reward_B, torch.tensor([0, 0, 1, 1]), torch.ones(4), grpo, {})
+    assert got.tolist() == [0, 0, 0, 0]
+
+
 def test_no_valid_token_is_no_nan():
     assert estimate_advantages(torch.ones(2), torch.zeros(2), torch.zeros(2), PLUS, {}).tolist() == [0, 0]
 
@@ -249,6 +288,9 @@ ESTIMATORS = {
     "dr. grpo": {"normalize_rewards": False, "use_leave_one_out_baseline": False},
     "gdpo": {"adv_estimator": AdvEstimatorConfig(name="gdpo")},
     "plus": {"adv_estimator": AdvEstimatorConfig(name="reinforce_plus_plus")},
+    "max_rl": {"adv_estimator": AdvEstimatorConfig(name="max_rl")},
+    "opo": {"adv_estimator": AdvEstimatorConfig(name="opo")},
+    "gpg": {"adv_estimator": AdvEstimatorConfig(name="gpg")},
     "plus, no baseline": {"adv_estimator": AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=False)},
 }
 
@@ -298,7 +340,7 @@ def test_an_estimator_without_a_branch_raises():
             step_advantages([graded("exact", 0, 1.0, {}), graded("exact", 0, 0.0, {})], grpo, LossConfig())
 
 
-@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus", "opo", "gpg"])
 def test_clip_is_the_last_step(name):
     grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
     rewards = {"a": REWARD_B, "b": REWARD_B.square()}
@@ -312,7 +354,7 @@ def test_clip_is_the_last_step(name):
 
 def test_order_of_the_samples_does_not_matter():
     order_B = torch.randperm(len(REWARD_B), generator=torch.Generator().manual_seed(0))
-    for name in ("grpo", "gdpo", "reinforce_plus_plus"):
+    for name in ("grpo", "gdpo", "reinforce_plus_plus", "max_rl", "opo", "gpg"):
         grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name), reward_std="baseline")
         rewards = {"a": REWARD_B, "b": REWARD_B.square()}
         want = estimate_advantages(REWARD_B, GROUP_B, TOKENS_B, grpo, rewards)[order_B]

@@ -202,13 +202,16 @@ def test_which_options_couple_tokens(every):
             moves = not has_old or cfg.force_on_policy_ratio  # old is logp itself
             gspo, kind = cfg.sequence_level_importance_ratios, cfg.truncated_importance_sampling_type
             weights = gspo or kind in ("seq-mask-tis", "sequence", "sequence-truncate", "sequence-mask")
-            want = gspo and (cfg.old_logprobs == "sampler" or not moves)
+            shares_ratio = gspo or cfg.token_loss == "gmpo"
+            want = shares_ratio and (cfg.old_logprobs == "sampler" or not moves)
+            want |= cfg.off_policy_mask_threshold is not None
             want |= cfg.use_importance_sampling_correction and weights and moves
             packs = list(head.probe_packs(cfg, has_old, has_ref=False))
             coupled = head.depends_on_other_tokens(original.policy_loss, packs)
             idle = head.has_gradient_at_zero_advantage(original.policy_loss, packs)
             assert coupled == want and not head.depends_on_pack(original.policy_loss, packs), (cfg, has_old)
-            assert gspo or not idle, "a token of advantage 0 has a gradient"
+            has_square = cfg.token_loss in ("dppo", "ipo")
+            assert gspo or has_square or not idle, "a token of advantage 0 has a gradient"
             seen.add(coupled)
     assert seen == {True, False}
 

@@ -103,7 +103,7 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
     assert [file for file in edited if file not in row] == []
 
 
-LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("soft_clip", "use_soft_clip=true")]
+LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("topr", "use_topr=true")]
 
 
 @pytest.mark.long
@@ -114,7 +114,6 @@ def test_the_edited_loss_is_trained(fork, name, key):
     assert off[0]["train/reward"] == on[0]["train/reward"], "the same first rollout"
     for one, other in zip(off, on, strict=True):
         assert other["train/grad_norm"] != pytest.approx(one["train/grad_norm"], rel=1e-3)
-        assert name == "loss_term" or other["train/ratio_clip_high_fraction"] == 0, "nothing is clipped"
 
 
 @pytest.mark.long
