@@ -14,7 +14,6 @@ from datetime import datetime
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -31,6 +30,7 @@ LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks ar
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
+Nested = dict | list | tuple | str | float | bool | None  # what messages, tools and template arguments are made of
 ESCAPE = "\u200b"  # zero-width space: inserted into a control token, it makes it ordinary text
 
 
@@ -51,7 +51,7 @@ class Tokenizer:
     cannot be decoded (vllm-project/vllm#13175).
     """
 
-    def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict[str, Any] | None = None):
+    def __init__(self, folder: Path, template: str | None = "default", template_kwargs: dict | None = None):
         self.file = folder / "tokenizer.json"
         content = read_bytes(self.file)
         try:
@@ -67,7 +67,7 @@ class Tokenizer:
         if settings_file.exists():
             self.settings = read_json(settings_file)
         special = self._special_tokens()
-        self.names: dict[str, Any] = {"documents": None, **special}
+        self.names: dict[str, Nested] = {"documents": None, **special}
         if template_kwargs:
             self.names |= template_kwargs
         # The start's date for the whole run, even past midnight. The time of day would differ between ranks.
@@ -169,7 +169,7 @@ class Tokenizer:
         self.starts = tuple(starts)
         self.ends = tuple(ends)
 
-    def control_tokens(self, value: Any) -> Iterator[str]:
+    def control_tokens(self, value: Nested) -> Iterator[str]:
         """The control tokens in the strings of `value`, which may be nested in dicts and lists, in order."""
         for string in _strings(value):
             for match in self.control.finditer(string):
@@ -315,7 +315,7 @@ class Tokenizer:
                 return token or escaped_token
         return None
 
-    def _escape(self, value: Any) -> Any:
+    def _escape(self, value: Nested) -> Nested:
         """A copy of nested dicts and lists whose strings hold no control token, nor complete one with a neighbour."""
         if isinstance(value, dict):
             return {self._escape(key): self._escape(entry) for key, entry in value.items()}
@@ -341,7 +341,7 @@ def _escaped_token(match: re.Match) -> str:
     return token[0] + ESCAPE
 
 
-def _unused_character(value: Any) -> str:
+def _unused_character(value: Nested) -> str:
     """A character for private use that no string in `value` has."""
     used = set()
     for string in _strings(value):
@@ -361,7 +361,7 @@ def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Nested) -> Iterator[str]:
     """All strings in nested dicts, with their keys, and lists."""
     if isinstance(value, str):
         yield value

@@ -60,8 +60,15 @@ def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
     num_trainers = size - num_generators
     assert 0 < num_trainers < size, (size, num_generators)
     store, _, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
-    first, side_size = (num_trainers, num_generators) if rank >= num_trainers else (0, num_trainers)
-    os.environ.update(RANK=str(rank - first), WORLD_SIZE=str(side_size))
+    generates = rank >= num_trainers
+    if generates:
+        first = num_trainers
+        side_size = num_generators
+    else:
+        first = 0
+        side_size = num_trainers
+    os.environ["RANK"] = str(rank - first)
+    os.environ["WORLD_SIZE"] = str(side_size)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"side {first}", store),
@@ -70,11 +77,12 @@ def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
         timeout=COLLECTIVE_TIMEOUT,
     )
     objects = _group("objects", "gloo", store, rank, size)
+    kind = "nccl" if "nccl" in backend else "gloo"
     weights = None
-    if rank == 0 or rank >= num_trainers:
-        rank_of_group = rank and 1 + rank - num_trainers
-        kind = "nccl" if "nccl" in backend else "gloo"
-        weights = _group("weights", kind, store, rank_of_group, 1 + num_generators)
+    if rank == 0:
+        weights = _group("weights", kind, store, 0, 1 + num_generators)
+    elif generates:
+        weights = _group("weights", kind, store, 1 + rank - num_trainers, 1 + num_generators)
     return Bridge(num_trainers, objects, weights)
 
 

@@ -5,11 +5,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from config import ConfigError, DataError
 from support.system.exits import LIBRARIES, Interrupted
 
+P = ParamSpec("P")
+T = TypeVar("T")
 PROGRAM = ("envs", "judges", "support")  # these call the user's code
 
 
@@ -22,7 +24,7 @@ def import_attribute(path: str, key: str) -> Any:
     return call(name, lambda: getattr(importlib.import_module(module), attribute))
 
 
-def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+def call(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls the user's code. What it raises, even SystemExit, becomes a DataError that begins with `name`."""
     try:
         return function(*args, **kwargs)
@@ -35,11 +37,19 @@ def call(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
 def describe(error: BaseException) -> str:
     """What the user's code raised, on one line, with " (file:line)": the last line that ran of the first file that
     belongs neither to a library nor to this program."""
-    text = " ".join("".join(traceback.format_exception_only(error)).split()).removeprefix(f"{type(error).__module__}.")
-    places = []
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    text = text.removeprefix(f"{type(error).__module__}.")[:300]
+    first_file = None
+    last_line = 0
     for frame, line in traceback.walk_tb(error.__traceback__):
-        file, module = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-        if not file.startswith(("<", *LIBRARIES)) and module.split(".")[0] not in PROGRAM:
-            places.append((file, line))
-    lines = [line for file, line in places if file == places[0][0]]
-    return text[:300] + (f" ({places[0][0]}:{lines[-1]})" if places else "")
+        file = frame.f_code.co_filename
+        package = frame.f_globals.get("__name__", "").split(".")[0]
+        if file.startswith(("<", *LIBRARIES)) or package in PROGRAM:
+            continue
+        if first_file is None:
+            first_file = file
+        if file == first_file:
+            last_line = line
+    if first_file is None:
+        return text
+    return f"{text} ({first_file}:{last_line})"
