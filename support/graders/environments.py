@@ -58,8 +58,16 @@ class PoolEnvironment(Environment):
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         jobs = [self.job(turn) for turn in turns]
-        graded = iter(self.pool.grade([job for job in jobs if job is not None]) if self.pool else [])
-        return [self.result(turn, job and next(graded)) for turn, job in zip(turns, jobs, strict=True)]
+        graded = iter(())
+        if self.pool is not None:
+            graded = iter(self.pool.grade([job for job in jobs if job is not None]))
+        results = []
+        for turn, job in zip(turns, jobs, strict=True):
+            if job is None:
+                results.append(self.result(turn, None))
+            else:
+                results.append(self.result(turn, next(graded)))
+        return results
 
 
 class Math(PoolEnvironment):
@@ -102,9 +110,12 @@ class MathMultiReward(Environment):
         return [self.grade(turn.whole_reply, turn.answer, turn.opened) for turn in turns]
 
     def grade(self, reply: str, answer: str, opened: str) -> StepResult:
-        text = reply.rpartition("<answer>")[2].partition("</answer>")[0].strip()
-        is_right, message = text == answer, opened + reply
-        is_in_form = message.count("<answer>") == message.count("</answer>") == 1 and bool(self.FORM.search(message))
+        _, _, from_answer = reply.rpartition("<answer>")
+        text = from_answer.partition("</answer>")[0].strip()
+        is_right = text == answer
+        message = opened + reply
+        has_one_answer = message.count("<answer>") == 1 and message.count("</answer>") == 1
+        is_in_form = has_one_answer and self.FORM.search(message) is not None
         rewards = {"correctness": float(is_right), "integer": float(text.isdigit()), "format": float(is_in_form)}
         return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
 
@@ -122,9 +133,10 @@ class Code(PoolEnvironment):
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
-            other = ", or set env.code.isolation=none (see docs/tasks.md)" if cfg.isolation == "required" else ""
             problem = f"this machine cannot run programs this way ({error})"
-            fix = f"allow user namespaces and seccomp{other}"
+            fix = "allow user namespaces and seccomp"
+            if cfg.isolation == "required":
+                fix += ", or set env.code.isolation=none (see docs/tasks.md)"
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         # sandbox.py holds the limits; these are for a grader that hangs
         wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
@@ -136,8 +148,9 @@ class Code(PoolEnvironment):
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         # `timeout` is the program's; a judge that overran its own deadline has no verdict.
-        outcome = graded.value if graded.outcome == "ok" else "error"
-        return StepResult(float(outcome == "ok"), outcome)
+        if graded.outcome != "ok":
+            return StepResult(0.0, "error")
+        return StepResult(float(graded.value == "ok"), graded.value)
 
     def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
         for where, answer, fields in answers:
@@ -174,45 +187,56 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
 def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepResult]:
     """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
-    size = len(results := list(results)) if isinstance(results, Iterable) else shortened(results)
-    if size != len(turns):
-        raise ConfigError(f"env_name '{name}': step() returned {size} results for {len(turns)} turns")
-    return [_read(f"env_name '{name}': step() returned", result) for result in results]
+    gave = f"env_name '{name}': step() returned"
+    if not isinstance(results, Iterable):
+        raise ConfigError(f"{gave} {shortened(results)} results for {len(turns)} turns")
+    results = list(results)
+    if len(results) != len(turns):
+        raise ConfigError(f"{gave} {len(results)} results for {len(turns)} turns")
+    return [_read(gave, result) for result in results]
 
 
 def _read(gave: str, result: StepResult) -> StepResult:
     if not isinstance(result, StepResult):
         raise ConfigError(f"{gave} {shortened(result)}, expected a StepResult")
-    parts, messages = result.rewards, result.observation
-    for name, form, is_met in (
-        ("reward", "a number", _are_numbers(result.reward)),
-        ("rewards", "a dict of numbers", isinstance(parts, dict) and _are_numbers(*parts.values())),
-        ("outcome", f"one of {', '.join(OUTCOMES)}", result.outcome in OUTCOMES),
-        ("done", "True or False", _are_numbers(result.done)),
-        ("observation", "messages {role, content} with text in both", result.done or _are_messages(messages)),
-    ):
-        if not is_met:
-            raise ConfigError(f"{gave} {name}={shortened(getattr(result, name))}, expected {form}")
+    parts = result.rewards
+    if not _is_number(result.reward):
+        raise _wrong(gave, "reward", result.reward, "a number")
+    if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
+        raise _wrong(gave, "rewards", parts, "a dict of numbers")
+    if result.outcome not in OUTCOMES:
+        raise _wrong(gave, "outcome", result.outcome, f"one of {', '.join(OUTCOMES)}")
+    if not _is_number(result.done):
+        raise _wrong(gave, "done", result.done, "True or False")
+    if not result.done and not _are_messages(result.observation):
+        raise _wrong(gave, "observation", result.observation, "messages {role, content} with text in both")
     if all(abs(value) <= sys.float_info.max for value in (result.reward, *parts.values())):
         return replace(result, reward=float(result.reward), rewards={name: float(parts[name]) for name in parts})
     return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
 
 
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, SupportsFloat) and not getattr(value, "shape", ()) for value in values)
+def _wrong(gave: str, field: str, value: Any, form: str) -> ConfigError:
+    return ConfigError(f"{gave} {field}={shortened(value)}, expected {form}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, SupportsFloat) and not getattr(value, "shape", ())
 
 
 def _are_messages(values: Any) -> bool:
-    messages = [each if isinstance(each, dict) else {} for each in values] if isinstance(values, list | tuple) else [{}]
-    return all(isinstance(message.get(key), str) for message in messages for key in ("role", "content"))
+    return isinstance(values, list | tuple) and all(map(_is_message, values))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _self_test(name: str, environment: Environment) -> None:
     for reply, answer, expected, *row in getattr(environment, "self_tests", ()):
-        [fields] = row or [{}]
+        fields = row[0] if row else {}
         chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
         turn = Turn(chat, answer, "stop", fields=fields)
-        [result] = read_results(name, environment.step([turn]), [turn])
+        (result,) = read_results(name, environment.step([turn]), [turn])
         if result.outcome != expected:  # a run would learn from noise
             environment.close()
             outcomes = f"must get '{expected}', but gets '{result.outcome}'"

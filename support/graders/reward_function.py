@@ -33,20 +33,42 @@ class RewardFunction(Environment):
     GIVEN = ("completions", "prompts", "completion_ids", "prompt_ids", "answer", "trainer_state")
 
     def __init__(self, function: Callable[..., Sequence[float | None]], name: str):
-        self.function, self.name = function, name
+        self.function = function
+        self.name = name
         self.special_tokens = getattr(function, "special_tokens", False)
         self.main_thread = getattr(function, "main_thread", False)
         parameters = inspect.signature(function).parameters.values()
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.accepted = {p.name for p in named}
-        self.required_fields = [p.name for p in named if p.default is p.empty and p.name not in self.GIVEN]
+        self.accepts_all = False
+        self.accepted: set[str] = set()
+        self.required_fields: list[str] = []
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self.accepts_all = True
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                continue
+            self.accepted.add(parameter.name)
+            if parameter.default is parameter.empty and parameter.name not in self.GIVEN:
+                self.required_fields.append(parameter.name)
         if not self.accepts_all and "completions" not in self.accepted:
             raise ConfigError(f"env_name '{name}': a reward function must take `completions` (TRL's signature)")
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         if not turns:
             return []
+        arguments = self._columns(turns)
+        arguments["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
+        if not self.accepts_all:
+            arguments = {name: value for name, value in arguments.items() if name in self.accepted}
+        rewards = self.function(**arguments)
+        if inspect.iscoroutine(rewards):
+            rewards = asyncio.run(rewards)
+        results = [self._result(reward) for reward in rewards]
+        if len(results) != len(turns):
+            raise ValueError(f"{self.name} returned {len(results)} rewards for {len(turns)} completions")
+        return results
+
+    def _columns(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """Name -> the values of all turns."""
         columns: dict[str, Any] = {"answer": [turn.answer for turn in turns]}
         for name in sorted({name for turn in turns for name in turn.fields}):
             columns[name] = [turn.fields.get(name) for turn in turns]
@@ -54,23 +76,21 @@ class RewardFunction(Environment):
         columns["completions"] = [self._text_or_chat(turn, [self._completion(turn)]) for turn in turns]
         columns["prompt_ids"] = [list(turn.prompt_ids) for turn in turns]
         columns["completion_ids"] = [list(turn.completion_ids) for turn in turns]
-        columns["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
-        accepted = {name: values for name, values in columns.items() if self.accepts_all or name in self.accepted}
-        rewards = self.function(**accepted)
-        rewards = list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
-        results = [self._result(reward) for reward in rewards]
-        if len(rewards) != len(turns):
-            raise ValueError(f"{self.name} returned {len(rewards)} rewards for {len(turns)} completions")
-        return results
+        return columns
 
     def _completion(self, turn: Turn) -> dict:
-        reply = turn.raw_reply if self.special_tokens else turn.messages[-1]["content"]
-        return turn.messages[-1] | {"content": turn.opened + reply}
+        message = turn.messages[-1]
+        reply = message["content"]
+        if self.special_tokens:
+            reply = turn.raw_reply
+        return message | {"content": turn.opened + reply}
 
     @staticmethod
     def _text_or_chat(turn: Turn, messages: list[dict]) -> str | list[dict]:
         is_chat = "messages" in turn.fields or isinstance(turn.fields.get("prompt"), list)
-        return messages if is_chat else "".join(message["content"] for message in messages)
+        if is_chat:
+            return messages
+        return "".join(message["content"] for message in messages)
 
     @staticmethod
     def _result(reward: float | None) -> StepResult:
