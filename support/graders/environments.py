@@ -233,7 +233,9 @@ def _is_message(value: Any) -> bool:
 
 def _self_test(name: str, environment: Environment) -> None:
     for reply, answer, expected, *row in getattr(environment, "self_tests", ()):
-        fields = row[0] if row else {}
+        fields = {}
+        if row:
+            (fields,) = row
         chat = [{"role": "user", "content": ""}, {"role": "assistant", "content": reply}]
         turn = Turn(chat, answer, "stop", fields=fields)
         (result,) = read_results(name, environment.step([turn]), [turn])
