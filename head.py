@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 from config import ConfigError, LossConfig
 from kernels import linear_logp
 from kernels.backend import KernelBackend
-from kernels.chunks import logit_chunks
+from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
-from kernels.matmul import mm_float32, wide_dtype
+from kernels.matmul import wide_dtype
 from loss import Metrics
 
 # A metric: the relative error of the derivatives used. 0 if the loss does not couple tokens.
@@ -179,8 +179,10 @@ class _OnePass(torch.autograd.Function):
             grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape)
         if need_weight:
             grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
-            first_unwritten = options.vocab if num_grad_rows else 0  # PyTorch's chunks have no columns beyond
-            grad_weight_VD[first_unwritten:] = 0
+            num_written = 0
+            if num_grad_rows:  # PyTorch's chunks have no columns beyond the vocabulary
+                num_written = len(weight_VD) if options.vocab is None else options.vocab
+            grad_weight_VD[num_written:] = 0
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)
         used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
 
@@ -204,12 +206,8 @@ class _OnePass(torch.autograd.Function):
             used_KR[:, rows] = found.slopes_KR[:, rows]
             slope_of_logp_C, slope_of_entropy_C = found.slopes_KR[:, rows]
             dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if found.uses_entropy else None)
-            num_columns = dz_CV.shape[1]
-            if need_hidden:
-                torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_RD[rows])
-            if need_weight:
-                is_first = rows.start == 0
-                mm_float32(dz_CV.T, hidden_RD[rows], grad_weight_VD[:num_columns], accumulate=not is_first)
+            is_first = rows.start == 0
+            write_gradients(dz_CV, rows, hidden_RD, weight_VD, grad_hidden_RD, grad_weight_VD, accumulate=not is_first)
         if found is None:
             found = derivatives(loss_of, stats_KR, with_metrics=True)
 

@@ -134,3 +134,22 @@ def logit_chunks(
         if sampling_filter:
             sampling_filter.cut_(logits_CV[:, :vocab], temperature)
         yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, hidden_RD.dtype)
+
+
+def write_gradients(
+    dz_CV: Tensor,
+    rows: slice,
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    grad_hidden_RD: Tensor | None,
+    grad_weight_VD: Tensor | None,
+    *,
+    accumulate: bool,
+) -> None:
+    """From dz of a chunk's rows, dX = dz W and dW = dz^T X, which is added to grad_weight_VD if `accumulate`. None: the
+    gradient is not needed."""
+    num_columns = dz_CV.shape[1]  # PyTorch's chunk has the vocabulary's alone
+    if grad_hidden_RD is not None:
+        torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_RD[rows])
+    if grad_weight_VD is not None:
+        mm_float32(dz_CV.T, hidden_RD[rows], out=grad_weight_VD[:num_columns], accumulate=accumulate)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import KernelBackend
-from kernels.chunks import logit_chunks
+from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
-from kernels.matmul import mm_float32, wide_dtype
+from kernels.matmul import wide_dtype
 
 
 class _LinearLogp(torch.autograd.Function):
@@ -49,11 +49,7 @@ class _LinearLogp(torch.autograd.Function):
             g_C = grad_logp_T[rows]
             h_C = None if grad_entropy_T is None else grad_entropy_T[rows]
             dz_CV = chunk.dlogits(g_C, h_C)
-            num_columns = dz_CV.shape[1]  # PyTorch's chunk has the vocabulary's alone
-            if need_hidden:
-                torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_TD[rows])
-            if need_weight:
-                mm_float32(dz_CV.T, hidden_TD[rows], out=grad_weight_VD[:num_columns], accumulate=True)
+            write_gradients(dz_CV, rows, hidden_TD, weight_VD, grad_hidden_TD, grad_weight_VD, accumulate=True)
             del chunk, dz_CV  # frees the buffer before dW is cast
         if need_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)

@@ -38,7 +38,7 @@ from lora import add_adapters
 from model import Block, Decoder, rope_cos_sin, shard
 from optim import build_optimizer
 from pack import MicroBatch, Minibatch, pack_samples, to_device
-from records import Sample
+from records import Grade, Sample
 from support.check.memory_plan import CONTEXT, Plan
 from support.hf.weights import full_tensors
 from support.inputs.model_config import ModelConfig
@@ -116,7 +116,7 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
 def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
     """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
     ids, floats = np.random.default_rng(0).integers(0, vocab, (4, 65), np.int32), np.full(64, -8, np.float32)
-    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(64, np.int32), "reward": 1.0}
+    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(64, np.int32), "grade": Grade(1.0)}
     samples = [Sample(i, 0, 0, [row[0]], row[1:], **given, advantage=0.5 - i) for i, row in enumerate(ids)]
     (pack,) = pack_samples([[sample] for sample in samples], NUM_TOKENS)
     micro = to_device(pack, torch.device(device))
