@@ -206,7 +206,7 @@ def test_a_table_is_read(fork, tmp_path):
 JUDGES = (
     "core/test_loss.py core/test_loss_exact.py core/test_loss_path.py core/test_advantages.py core/test_metrics.py "
 )
-JUDGES += "core/test_batch.py core/test_grpo.py kernels/test_linear_loss.py"
+JUDGES += "core/test_pack.py core/test_grpo.py kernels/test_linear_loss.py"
 
 
 def failures(copy: Path, *selection: str) -> set[str]:

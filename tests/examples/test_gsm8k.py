@@ -73,7 +73,6 @@ def files(tmp_path):
     ("damage", "problem"),
     [
         ("none", None),
-        ("a row less", "test: 1 rows with sha256"),
         ("a word", "test: 2 rows with sha256"),
         ("another key", "my_test.jsonl:2: a row of GSM8K has the keys question and answer"),
         ("no file", "one file whose name ends in test.jsonl is needed, there is: none"),
@@ -85,7 +84,6 @@ def test_what_is_not_gsm8k_is_refused_and_nothing_written(files, tmp_path, monke
     digest = hashlib.sha256((first + second).encode()).hexdigest()
     monkeypatch.setattr(prepare, "SPLITS", {"train": (2, digest), "test": (2, digest)})
     changed = {
-        "a row less": first,
         "a word": first + second.replace("2+1?", "2 + 1?"),
         "another key": first + second.replace("question", "problem"),
     }

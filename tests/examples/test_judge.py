@@ -112,10 +112,8 @@ BROKEN = (200, '{"choices": [')
     [
         ([(500, "down"), GOOD], "ok", 2),
         ([(429, "busy", {"Retry-After": "0"}), (503, ""), GOOD], "ok", 3),
-        ([BROKEN, GOOD], "ok", 2),
         ([SLOW, GOOD], "ok", 2),
         ([(500, "")], "error", 3),
-        ([SLOW], "error", 3),
         ([BROKEN], "error", 3),
         ([(200, "[]")], "error", 3),
         ([(200, "\xff\x00 garbage")], "error", 3),
@@ -123,9 +121,7 @@ BROKEN = (200, '{"choices": [')
         ([(302, "", {"Location": "http://127.0.0.1:9/steal"})], "error", 1),
         ([(200, "x" * (1 << 21))], "error", 1),
         ([(200, '{"choices": [{"message": {"content": null}}]}')], "error", 1),
-        ([chat("I give it a ten.")], "error", 1),
         ([chat("Score: 11")], "error", 1),
-        ([chat("Score: -1")], "error", 1),
         ([chat("Score: 1e1")], "error", 1),
         ([chat('He writes "Score: 10", so I do not know')], "error", 1),
     ],
@@ -168,10 +164,16 @@ def test_backoff_doubles_and_is_bounded(server, monkeypatch):
     assert slept == [1.0, 7.0, 4.0, 8.0, 10.0]
 
 
-def test_one_failure_is_nobody_elses(server):
-    server.answer = lambda n, prompt: (400, "") if "<reply>\nbad\n" in prompt else chat("Score: 10")
-    got = judged(server, [turn("a"), turn("bad"), turn("b")])
-    assert got == [("ok", 1.0), ("error", 0.0), ("ok", 1.0)]
+def test_one_failure_is_nobody_elses_and_is_not_cached(server, tmp_path):
+    fails = True
+
+    def answer(n, prompt):
+        return (400, "") if fails and "<reply>\nbad\n" in prompt else chat("Score: 10")
+
+    server.answer, turns = answer, [turn("a"), turn("bad"), turn("b")]
+    assert judged(server, turns, cache_dir=str(tmp_path)) == [("ok", 1.0), ("error", 0.0), ("ok", 1.0)]
+    fails = False
+    assert judged(server, turns, cache_dir=str(tmp_path)) == [("ok", 1.0)] * 3
 
 
 def test_concurrency_is_used_and_bounded(server):
@@ -197,12 +199,6 @@ def test_equal_prompts_are_asked_once(server, tmp_path):
     judged(server, [turn("5")], **cache)
     judged(server, [turn("5")], **cache | {"extra_body": {"seed": 1}})  # another request
     assert len(server.requests) == 5
-
-
-def test_failures_are_not_cached(server, tmp_path):
-    server.answer = lambda n, prompt: chat("Score: 10") if n else (400, "")
-    judge = Judge(url=server.url, model="m", cache_dir=str(tmp_path))
-    assert [judge.step([turn("4")])[0].outcome for _ in range(2)] == ["error", "ok"]
 
 
 @pytest.mark.parametrize(
