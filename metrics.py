@@ -154,15 +154,6 @@ def training_metrics(sums: Metrics, minibatches: list[Minibatch], ppo_epochs: in
     return metrics
 
 
-def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """With async_grpo: ages in steps, of first tokens; how many groups of later steps have all their replies (NeMo RL's
-    buffer), and how many do not."""
-    ages = [step - 1 - sample.weight_version for sample in trained]
-    num_whole = sum(is_whole.values())
-    numbers = {"avg_trajectory_age": _mean(ages), "max_trajectory_age": max(ages)}
-    return numbers | {"buffer_size": num_whole, "carried_groups": len(is_whole) - num_whole}
-
-
 def _mean(values: Iterable[float]) -> float:
     return float(np.mean(list(values)))
 

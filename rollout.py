@@ -1,28 +1,26 @@
 """Prompts -> graded samples: conversations of one or more turns over the ranks, and the samples of a step.
 
-Owns conversations, their seeds, dynamic sampling (DAPO, Yu et al. 2025, 3.2) and sampling ahead of the step
-(grpo.async_grpo). Every rank sees all samples of a step, so all ranks make the same decisions.
+Owns conversations, their seeds and dynamic sampling (DAPO, Yu et al. 2025, 3.2). Every rank sees all samples of a step,
+so all ranks make the same decisions. ahead.py draws batches before their step.
 """
 
 import re
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from itertools import zip_longest
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import Protocol
 
 import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
-from engine import STEPS_BETWEEN_STOPS, Completion, Engine, SamplingOptions, check_versions
+from engine import Completion, Engine, SamplingOptions, check_versions
 from records import Grade, Problem, Sample, groups_of, sample_seed
 from support.graders.failures import Failures, reason_of
-from support.graders.grading import Grading
+from support.graders.grading import Grading, Turns
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
 from support.system.exchange import held_here, share_samples
@@ -30,23 +28,35 @@ from support.system.exits import Interrupted, StopRun
 from support.system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
-OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # an open tag that ends a prompt (<think>), not <assistant>
+OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # a tag that a prompt leaves open: <think>. <assistant> is a role
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
+VALIDATION = 0  # in place of the number of the step that trains a sample
+
+
+class State(Enum):
+    """Where a conversation stands. A reply goes from DRAWING to GRADING, and the conversation to DONE or to READY."""
+
+    READY = "its next reply can be asked for"
+    DRAWING = "the engine draws a reply"
+    DRAWN = "its reply waits for the replies of its group"
+    GRADING = "the environment grades its reply; or an agent leads it"
+    DONE = "it is graded"
 
 
 class Conversation:
     """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
-    observations from the environment (mask False, log-probability 0)."""
+    observations from the environment (mask False, log-probability 0). step: the step that trains it, or VALIDATION."""
 
     def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
         self.options = options
         self.seed_key = seed_key
-        self.step = step  # the step that trains the sample; 0: validation
+        self.step = step
+        self.state = State.READY
         self.request_id = ""  # of the reply in progress or the agent's rollout; "" on other engines
         self.reply_ids: list[int] = []  # of the last turn
-        self.state: dict = {}  # the environment's, after the last turn
-        self.done = False
+        self.turn: envs.Turn | None = None  # what the environment is to grade
+        self.env_state: dict = {}  # the environment's, after the last turn
         self.sample = Sample(
             prompt=prompt,
             index=index,
@@ -65,34 +75,46 @@ class Conversation:
         sample = self.sample
         return f"group {sample.prompt} (row {sample.row_id} of {sample.dataset}), sample {sample.index}"
 
+    @property
+    def is_trained(self) -> bool:
+        return self.problem.loss_multiplier != 0
+
     def add_reply(self, completion: Completion, tokenizer: Tokenizer, special_tokens: bool = False) -> envs.Turn:
         """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
         ids_before = sample.token_ids
         self.reply_ids = completion.ids.tolist()
-        sample.add_reply(completion, problem.loss_multiplier != 0)
+        sample.add_reply(completion, self.is_trained)
         sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         tag = OPENED.search(tokenizer.decode(ids_before[-32:]))
         raw_reply = tokenizer.decode(self.reply_ids, special=True) if special_tokens else ""
-        tokens = {"prompt_ids": ids_before, "completion_ids": self.reply_ids, "opened": tag[0] if tag else ""}
-        tokens |= {"weight_version": int(completion.versions[-1]), "raw_reply": raw_reply}
-        return envs.Turn(sample.messages, problem.answer, sample.finish_reason, self.state, problem.fields, **tokens)
+        return envs.Turn(
+            sample.messages,
+            problem.answer,
+            sample.finish_reason,
+            self.env_state,
+            problem.fields,
+            prompt_ids=ids_before,
+            completion_ids=self.reply_ids,
+            opened=tag[0] if tag else "",
+            weight_version=int(completion.versions[-1]),
+            raw_reply=raw_reply,
+        )
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, max_turns: int) -> None:
         """Ends the conversation, or appends the observation if a reply has room after it."""
-        sample = self.sample
+        sample, grade = self.sample, self.sample.grade
         sample.num_turns += 1
-        grade = sample.grade
         grade.reward += result.reward
         grade.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
             grade.rewards[name] = grade.rewards.get(name, 0) + reward
         grade.outcome = result.outcome
         grade.extracted = result.extracted
-        self.state = result.state
-        self.done = True
+        self.env_state = result.state
+        self.state = State.DONE
         if result.done or sample.finish_reason == "length":  # the environment does not answer half a reply
             return
         if sample.num_turns == max_turns:
@@ -103,39 +125,72 @@ class Conversation:
         if sample.num_tokens + len(ids) >= max_total_tokens:
             sample.finish_reason = "length"
             return
-        self.done = False
+        self.state = State.READY
         sample.add_context(ids)
         sample.messages += observation
 
 
-@dataclass(frozen=True, slots=True)
+def seed_of(conversation: Conversation) -> int:
+    """The seed of the next reply. The number of the first turn is left out, so samples of one turn keep their seeds."""
+    sample = conversation.sample
+    key = [*conversation.seed_key, sample.prompt, sample.index]
+    if sample.num_turns > 0:
+        key.append(sample.num_turns)
+    return sample_seed(*key)
+
+
+def priority_of(conversation: Conversation) -> int:
+    """The engine runs the lowest number first: the step that trains the sample, so the oldest step comes first. A
+    validation comes before all steps; 0 also takes the places of what runs (engine.py), which its first replies do."""
+    if conversation.step != VALIDATION:
+        return conversation.step
+    if conversation.sample.is_led:
+        return -1
+    return -conversation.sample.num_turns
+
+
+class AgentEndpoint(Protocol):
+    """What the sampler needs of support.agents.endpoint.Endpoint."""
+
+    def open(
+        self, seed_key: tuple[int, ...], options: SamplingOptions, priority: int, max_calls: int
+    ) -> tuple[str, str]: ...
+
+    def finish(self, key: str, sample: Sample, result: envs.StepResult, is_trained: bool) -> envs.StepResult: ...
+
+    def shut_down(self) -> None: ...
+
+
 class Sampler(AbstractContextManager):
     """Draws and grades conversations. As a context manager it closes the environments if the run ended without error.
 
     max_turns: most replies in a conversation. max_error_fraction, max_crashed_fraction: the shares of a call's samples
-    that may end in these outcomes. score_conversations: RewardModel.score, where an environment asks for it. in_flight:
-    batches of later steps, oldest first: (conversations, data cursor after them). endpoint: for agents; led_by_agent:
-    the conversations that they lead, by request id. Over a run only in_flight, led_by_agent, failures and grading's
-    work change.
+    that may end in these outcomes. score_conversations: RewardModel.score, where an environment asks for it. endpoint:
+    for agents; led_by_agent: the conversations that they lead, by request id, those of later steps too.
     """
 
-    engine: Engine
-    tokenizer: Tokenizer
-    environments: dict[str, envs.Environment]
-    ranks: Ranks
-    max_turns: int = 1
-    max_error_fraction: float = 1.0
-    max_crashed_fraction: float = 1.0
-    score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None
-    in_flight: deque[tuple[list[Conversation], Cursor]] = field(default_factory=deque)
-    grading: Grading = field(init=False)
-    failures: Failures = field(init=False)
-    endpoint: Any = None
-    led_by_agent: dict[str, Conversation] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "failures", Failures(self.max_error_fraction, self.max_crashed_fraction))
-        object.__setattr__(self, "grading", Grading(self.environments))
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        environments: dict[str, envs.Environment],
+        ranks: Ranks,
+        max_turns: int = 1,
+        max_error_fraction: float = 1.0,
+        max_crashed_fraction: float = 1.0,
+        score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None,
+        endpoint: AgentEndpoint | None = None,
+    ):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.environments = environments
+        self.ranks = ranks
+        self.max_turns = max_turns
+        self.score_conversations = score_conversations
+        self.endpoint = endpoint
+        self.grading = Grading(environments)
+        self.failures = Failures(max_error_fraction, max_crashed_fraction)
+        self.led_by_agent: dict[str, Conversation] = {}
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None:  # else a grader may still be working, and this process ends anyway
@@ -144,15 +199,26 @@ class Sampler(AbstractContextManager):
             if self.endpoint:
                 self.endpoint.shut_down()
 
+    def draw_batch(
+        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
+    ) -> tuple[list[Sample], Cursor]:
+        """Batch `number` of a step, and the data cursor after it."""
+        grpo = cfg.grpo
+        problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
+        prompts = list(enumerate(problems, start=number * grpo.prompts_per_batch))
+        options, seed_key = SamplingOptions.of(cfg.policy.generation), (grpo.seed, step)
+        return self.sample(prompts, grpo.num_generations_per_prompt, options, seed_key, step), cursor
+
     def sample(
-        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Sample]:
         """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the step that
-        trains them; 0: validation."""
-        return self.finish(self.start(prompts, num_samples, options, seed_key, step))
+        trains them."""
+        conversations = self.start(prompts, num_samples, options, seed_key, step)
+        return self.finish(conversations)
 
     def start(
-        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Conversation]:
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
         The ranks of an engine take turns as holders of the samples that it draws."""
@@ -160,79 +226,100 @@ class Sampler(AbstractContextManager):
         shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
         for dp_rank, share in enumerate(shares):
             dealt = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
-            for i, each in enumerate(dealt):
-                each.sample.engine = dp_rank
-                each.sample.holder = dp_rank * self.ranks.tp_size + i % self.ranks.tp_size
-                each.sample.is_led = each.problem.env_name in self.grading.leading
+            for number, conversation in enumerate(dealt):
+                sample = conversation.sample
+                sample.engine = dp_rank
+                sample.holder = dp_rank * self.ranks.tp_size + number % self.ranks.tp_size
+                sample.is_led = sample.env_name in self.grading.leading
             if dp_rank == self.ranks.dp_rank:
-                for each in dealt:
-                    if each.sample.is_led:
-                        self._open_rollout(each)
-                if asked := [each for each in dealt if not each.sample.is_led]:
-                    self._ask(asked)
+                self._begin(dealt)
             conversations += dealt
         return conversations
 
-    def _open_rollout(self, each: Conversation) -> None:
-        """Opens the endpoint for a rollout; the agent starts when `_converse` asks for results."""
-        problem, key = each.problem, (*each.seed_key, each.sample.prompt, each.sample.index)
+    def _begin(self, conversations: list[Conversation]) -> None:
+        for conversation in conversations:
+            if conversation.sample.is_led:
+                self._open_rollout(conversation)
+        self._ask([conversation for conversation in conversations if conversation.state is State.READY])
+
+    def _open_rollout(self, conversation: Conversation) -> None:
+        """Opens the endpoint for a rollout, and starts the agent."""
+        problem, sample = conversation.problem, conversation.sample
+        key = (*conversation.seed_key, sample.prompt, sample.index)
         max_calls = self.environments[problem.env_name].cfg.max_calls
-        each.request_id, url = self.endpoint.open(key, each.options, each.step or -1, max_calls)  # -1: validation first
-        self.led_by_agent[each.request_id] = each
-        given = {"base_url": url, "seed": sample_seed(*key), "is_validation": each.step == 0, "tools": problem.tools}
+        priority = priority_of(conversation)
+        conversation.request_id, url = self.endpoint.open(key, conversation.options, priority, max_calls)
+        conversation.state = State.GRADING
+        self.led_by_agent[conversation.request_id] = conversation
+        given = {
+            "base_url": url,
+            "seed": sample_seed(*key),
+            "is_validation": conversation.step == VALIDATION,
+            "tools": problem.tools,
+        }
         turn = envs.Turn(problem.messages, problem.answer, "stop", given, problem.fields)
         if self.ranks.leads_engine:
-            self.grading.begin(problem.env_name, {each.request_id: turn})
+            self.grading.begin(problem.env_name, {conversation.request_id: turn})
 
-    def _ask(self, live: list[Conversation]) -> None:
+    def _ask(self, conversations: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation; all have the same options."""
-        # Turn 0 is left out: the seeds that single-turn samples always had.
-        numbers = [(s.prompt, s.index, s.num_turns)[: 3 if s.num_turns else 2] for s in (each.sample for each in live)]
-        seeds = [sample_seed(*each.seed_key, *key) for each, key in zip(live, numbers, strict=True)]
-        priority = max(each.step or -each.sample.num_turns for each in live)  # lowest first; validation 0, -1, ...
-        request_ids = self.engine.start([each.sample.token_ids for each in live], seeds, live[0].options, priority)
-        for each, request_id in zip(live, request_ids, strict=True):
-            each.request_id = request_id
+        if not conversations:
+            return
+        prompts = [conversation.sample.token_ids for conversation in conversations]
+        seeds = [seed_of(conversation) for conversation in conversations]
+        priority = max(priority_of(conversation) for conversation in conversations)
+        request_ids = self.engine.start(prompts, seeds, conversations[0].options, priority)
+        for conversation, request_id in zip(conversations, request_ids, strict=True):
+            conversation.request_id = request_id
+            conversation.state = State.DRAWING
 
     def finish(self, conversations: list[Conversation]) -> list[Sample]:
         """The graded samples of all ranks, on every rank; only a sample's holder has its tokens. Raises StopRun where
         too many of them failed. An Interrupted or StopRun on one rank is raised on all ranks, after each has finished
         its share."""
+        self._collect(conversations)
+        samples = self._share(conversations)
+        is_training = any(conversation.step != VALIDATION for conversation in conversations)
+        self._check_failures(samples, is_training)
+        return samples
+
+    def _collect(self, conversations: list[Conversation]) -> None:
+        """Runs this engine's conversations to their end, and waits for the other engines."""
         stop = None
         self.grading.raised.clear()
         try:
-            self._converse([each for each in conversations if each.request_id])
+            self._converse([conversation for conversation in conversations if conversation.request_id])
         except (Interrupted, StopRun) as error:
             stop = error
             self.engine.abort()
-        if self.in_flight and self.ranks.dp_size > 1:
-            self._decode_while_others_finish()
+        self._wait_for_others()
         if any_rank(stop is not None):
-            raise next(each for each in gather(stop) if each)
-        for each in conversations:
-            if not isinstance(self.environments[each.problem.env_name], envs.RewardModelEnv):
-                each.sample.messages = []  # only the reward model reads them
-        samples = sorted((each.sample for each in conversations), key=lambda s: (s.prompt, s.index))
+            raise next(error for error in gather(stop) if error)
+
+    def _wait_for_others(self) -> None:
+        """What this engine does until all have finished: nothing, and the collective after it waits."""
+
+    def _share(self, conversations: list[Conversation]) -> list[Sample]:
+        """The samples of all ranks in their order, with the reward model's scores."""
+        for conversation in conversations:
+            if not isinstance(self.environments[conversation.problem.env_name], envs.RewardModelEnv):
+                conversation.sample.messages = []  # only the reward model reads them
+        samples = [conversation.sample for conversation in conversations]
+        samples.sort(key=lambda sample: (sample.prompt, sample.index))
         self._score_by_model(samples)
-        part_names = {name for each in self.environments.values() for name in getattr(each, "reward_names", ())}
+        part_names = set()
+        for environment in self.environments.values():
+            part_names.update(getattr(environment, "reward_names", ()))
         share_samples(samples, sorted(part_names))
+        return samples
+
+    def _check_failures(self, samples: Sequence[Sample], is_training: bool) -> None:
+        """Tells of agents that failed. Raises StopRun where too many samples failed."""
         failed = [sample for sample in samples if sample.grade.message]
         if failed:
             said = f"{len(failed)} agent rollouts failed; the first: {reason_of(failed[0])}"
             self.ranks.print_rank0(f"WARNING: {said}")
-        is_training = any(conversation.step > 0 for conversation in conversations)
         self.failures.check(samples, self.grading.raised, is_training)
-        return samples
-
-    def _decode_while_others_finish(self) -> None:
-        """Decodes for later steps until every engine has finished this step and so joined the all_reduce. It is only
-        polled: a rank waits in the next collective, where the watchdog sees it."""
-        others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while (self.engine.versions_by_request or self.led_by_agent) and self.ranks.any_rank_of_engine(
-            not others.is_completed()
-        ):
-            for _ in range(STEPS_BETWEEN_STOPS):
-                self.engine.step()
 
     def _converse(self, conversations: list[Conversation]) -> None:
         """Runs this engine's conversations, whose first replies have started, to their end. Only the samples of
@@ -241,50 +328,61 @@ class Sampler(AbstractContextManager):
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done)."""
-        led = self.led_by_agent
-        asked = {o.request_id: o for o in conversations if not o.done and o.request_id not in led}  # being drawn
         for name in self.grading.leading:
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
-        waiting: dict[str, Conversation] = {}  # whose replies are being graded
-        turns: dict[str, envs.Turn] = {}  # replies that have ended, to be graded
-        ended = [request_id for request_id in asked if request_id in self.engine.unclaimed]
-        while asked or waiting or any(each.request_id in led for each in conversations):
-            ready: dict[str, list[dict[str, envs.Turn]]] = defaultdict(list)  # environment -> its turns
-            for each in map(asked.pop, ended):
-                name = each.problem.env_name
-                reply = self.engine.unclaimed.pop(each.request_id)
-                special = name in self.grading.special_tokens
-                turns[each.request_id] = each.add_reply(reply, self.tokenizer, special)
-                peers = [each]
-                if name in self.grading.whole_groups:
-                    peers = [o for o in conversations if o.sample.prompt == each.sample.prompt and not o.done]
-                if all(peer.request_id in turns for peer in peers):
-                    ready[name].append({peer.request_id: turns.pop(peer.request_id) for peer in peers})
-                    waiting |= {peer.request_id: peer for peer in peers}
-            # One rank of an engine grades for all of them: a grader with a deadline may differ between ranks.
-            grade = partial(self.grading.grade, ready, block=not asked and not led and self.engine.is_idle)
-            results = self.ranks.broadcast_from_tp_leader(grade) if waiting or led else {}
-            graded = [waiting.pop(request_id, None) or led[request_id] for request_id in results]
-            for each, result in zip(graded, results.values(), strict=True):
-                if led.pop(each.request_id, None):  # maybe of a later step
-                    is_trained = each.problem.loss_multiplier != 0
-                    result = self.endpoint.finish(each.request_id, each.sample, result, is_trained)
-                each.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
-            if live := [each for each in graded if not each.done]:
-                self._ask(live)
-                asked |= {each.request_id: each for each in live}
-            ended = self.engine.advance(asked) if asked or led or (waiting and not self.engine.is_idle) else []
+        while any(conversation.state is not State.DONE for conversation in conversations):
+            turns = self._collect_replies(conversations)
+            self._collect_results(conversations, turns)
+            self._ask([conversation for conversation in conversations if conversation.state is State.READY])
+            self._decode(conversations)
 
-    def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
-        under_way = [each for conversations, _ in self.in_flight for each in conversations]
-        ended = self.engine.unclaimed
-        missing = [bool(each.request_id) and not each.done and each.request_id not in ended for each in under_way]
-        dist.all_reduce(num_missing := torch.tensor(missing, dtype=torch.int32))
-        is_whole = dict.fromkeys((each.sample.prompt for each in under_way), True)
-        for each, num in zip(under_way, num_missing.tolist(), strict=True):
-            is_whole[each.sample.prompt] &= not num
-        return is_whole
+    def _collect_replies(self, conversations: list[Conversation]) -> dict[str, list[Turns]]:
+        """Takes the replies that have ended. Returns what can be graded now: environment -> its turns, in parts that go
+        together."""
+        ready: dict[str, list[Turns]] = defaultdict(list)
+        for conversation in conversations:
+            if conversation.state is not State.DRAWING or conversation.request_id not in self.engine.unclaimed:
+                continue
+            env_name = conversation.problem.env_name
+            reply = self.engine.unclaimed.pop(conversation.request_id)
+            special_tokens = env_name in self.grading.special_tokens
+            conversation.turn = conversation.add_reply(reply, self.tokenizer, special_tokens)
+            conversation.state = State.DRAWN
+            peers = [conversation]
+            if env_name in self.grading.whole_groups:
+                peers = [
+                    peer
+                    for peer in conversations
+                    if peer.sample.prompt == conversation.sample.prompt and peer.state is not State.DONE
+                ]
+            if all(peer.state is State.DRAWN for peer in peers):
+                ready[env_name].append({peer.request_id: peer.turn for peer in peers})
+                for peer in peers:
+                    peer.state = State.GRADING
+        return ready
+
+    def _collect_results(self, conversations: list[Conversation], turns: dict[str, list[Turns]]) -> None:
+        """Has these turns graded, and takes the results that are there; waits for one if there is nothing else to do.
+        One rank of an engine grades for all of them, because a deadline might give two ranks two verdicts."""
+        graded = {c.request_id: c for c in conversations if c.state is State.GRADING}
+        graded |= self.led_by_agent
+        if not graded:
+            return
+        is_drawing = any(conversation.state is State.DRAWING for conversation in conversations)
+        must_wait = self.engine.is_idle and not is_drawing and not self.led_by_agent
+        results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
+        for request_id, result in results.items():
+            conversation = graded[request_id]
+            if self.led_by_agent.pop(request_id, None):
+                result = self.endpoint.finish(request_id, conversation.sample, result, conversation.is_trained)
+            conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
+
+    def _decode(self, conversations: list[Conversation]) -> None:
+        """Draws a token of each running request, if any: an agent's, or one of a later step, counts too."""
+        drawing = {c.request_id: c for c in conversations if c.state is State.DRAWING}
+        is_grading = any(conversation.state is State.GRADING for conversation in conversations)
+        if drawing or self.led_by_agent or (is_grading and not self.engine.is_idle):
+            self.engine.advance(drawing)
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
         """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
@@ -351,7 +449,6 @@ def sample_step(
     the groups that there are instead. Raises StopRun if a token was drawn from older weights than the config allows.
     """
     grpo = cfg.grpo
-    options = SamplingOptions.of(cfg.policy.generation)
     generated: list[Sample] = []
     trained: list[Sample] = []
     groups: list[list[Sample]] = []
@@ -361,13 +458,8 @@ def sample_step(
             stop = StopRun(_nothing_to_train(trained, generated, len(groups), num_batches, cfg))
             stop.cursor = cursor
             raise stop
-        if grpo.async_grpo.max_age:
-            batch, cursor = sample_ahead(sampler, cfg, mixture, cursor, step, num_steps)
-        else:
-            problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
-            prompts = list(enumerate(problems, start=num_batches * grpo.prompts_per_batch))
-            batch = sampler.sample(prompts, grpo.num_generations_per_prompt, options, (grpo.seed, step), step)
-        shape_rewards(batch, grpo, options.max_new_tokens)
+        batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
+        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
         drops_equal, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
         groups += [group for group in groups_of(batch) if not drops_equal or is_mixed(group, by_turn)]
         generated += batch
@@ -389,28 +481,6 @@ def sample_step(
         metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, groups))
         metrics["dynamic_sampling_num_missing_groups"] = grpo.num_prompts_per_step - len(kept)
     return StepSamples(trained, generated, cursor, metrics)
-
-
-def sample_ahead(
-    sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
-) -> tuple[list[Sample], Cursor]:
-    """Starts the batches of the next max_age steps, then returns this step's batch and the cursor after it.
-
-    A batch gets its step when it starts, however long it then takes: so long responses are trained as often as they
-    are sampled, and none is too old. A step waits for its own batch only; later batches stay in the engine.
-    """
-    grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
-    in_flight, newest_records = sampler.in_flight, {"records": cursor["records"]}  # metrics for a custom_dataloader
-    while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
-        before = (in_flight[-1][1] if in_flight else cursor) | newest_records
-        problems, after = mixture.draw(before, grpo.prompts_per_batch)
-        # A prompt's number is its place in the data, because dynamic sampling may still move it to another step.
-        prompts = list(enumerate(problems, start=before["position"]))
-        due = step + len(in_flight)
-        begun = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), due)
-        in_flight.append((begun, after))
-    conversations, after = in_flight.popleft()
-    return sampler.finish(conversations), after | newest_records
 
 
 def renumbered(sample: Sample, prompt: int) -> Sample:

@@ -26,7 +26,7 @@ LEVELS = (
     ("support/check",),
     ("model", "engine"),
     ("metrics", "rollout"),
-    ("gap",),
+    ("gap", "ahead"),
     ("optim",),
     ("support/run", "support/split"),
     ("eval",),

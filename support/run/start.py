@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
+from ahead import AheadSampler
 from attention import uses_flash_attention
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
@@ -386,7 +387,9 @@ def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.de
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
         endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
-    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
+    may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
+    kind = AheadSampler if may_start_early else Sampler
+    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
 
 
 def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:

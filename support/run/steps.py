@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from ahead import age_metrics
 from config import Config
 from gap import check_canary
-from metrics import Numbers, age_metrics
+from metrics import Numbers
 from model import Decoder
 from pack import Minibatch
 from rollout import StepSamples

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ahead import AheadSampler, InFlight, draw_ahead
 from config import Config
 from engine import Completion, SamplingOptions, Weights
 from records import Sample
 from rollout import Prompts, Sampler
+from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
 from support.system.bridge import Bridge, Shapes
 from support.system.exchange import move_tokens
@@ -34,7 +36,7 @@ class Generators(AbstractContextManager):
         self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
-        self.in_flight: deque = deque()  # as Sampler's, with None for the conversations, which the generators have
+        self.in_flight: InFlight[None] = deque()  # the generators have the conversations
         self.groups: dict[int, bool] = {}  # under way at the newest sync
 
     def __exit__(self, kind, error, trace) -> None:
@@ -67,8 +69,16 @@ class Generators(AbstractContextManager):
         """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
         return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
 
+    def draw_batch(
+        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
+    ) -> tuple[list[Sample], Cursor]:
+        """As AheadSampler.draw_batch."""
+        if cfg.grpo.async_grpo.max_age == 0:
+            return Sampler.draw_batch(self, cfg, mixture, cursor, step, num_steps, number)
+        return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
+
     def groups_under_way(self) -> dict[int, bool]:
-        """As Sampler.groups_under_way, at the newest sync."""
+        """As AheadSampler.groups_under_way, at the newest sync."""
         return self.groups
 
     def generate(
@@ -90,7 +100,7 @@ class Generators(AbstractContextManager):
         """Nothing, likewise."""
 
 
-def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
+def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> None:
     """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
     answer, so the trainers end a run in one way wherever it stops."""
     bridge = sampler.ranks.bridge
@@ -107,7 +117,7 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
         bridge.broadcast(answer, root=bridge.num_trainers)
 
 
-def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
+def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
     """The trainers' next request. Until it is there, the engine decodes what is under way, and looks between steps."""
     engine, ranks = sampler.engine, sampler.ranks
     request = ranks.bridge.announce(async_op=True)
@@ -118,7 +128,7 @@ def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
     return ranks.bridge.broadcast(None, root=0)
 
 
-def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, watchdog: Watchdog) -> Any:
+def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> Any:
     """What a generator does for a request. A collective of all generators."""
     engine, ranks = sampler.engine, sampler.ranks
     if task in ("generation", "validation", "finish"):

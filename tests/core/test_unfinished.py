@@ -13,10 +13,10 @@ from tiny import VOCAB_SIZE
 
 import engine as engine_module
 import envs
+from ahead import AheadSampler, age_metrics
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
 from engine import Completion, SamplingOptions, check_versions
 from head import HeadOptions, response_logps
-from metrics import age_metrics
 from model import load_policy
 from records import Problem
 from rollout import Sampler, sample_step
@@ -156,7 +156,7 @@ def split_samples(engine, policies, ranks, seed):
     requests += [(5, (*started, 2)), finished, finished, (0, ("end",))]
     script = Script(policies, requests)
     ranks = replace(ranks, bridge=script)
-    sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
+    sampler = AheadSampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
     engine.unclaimed.clear()
     engine.drains = False
     watchdog = SimpleNamespace(step=0, enter=lambda phase, waits=False: None)
@@ -334,7 +334,7 @@ def simulate(max_age, ranks, *, num_steps, slots):
     )
     cfg = Config(grpo=grpo, data=DataConfig(shuffle=False))
     engine = TimedEngine(slots)
-    sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
+    sampler = AheadSampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
     mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
     cursor, steps, waits, ages = mixture.start(), [], [], []
     for step in range(1, num_steps + 1):
@@ -387,7 +387,7 @@ def test_a_users_sampler_sees_the_newest_metrics(one_rank):
         dynamic_sampling_max_gen_batches=3,
     )
     cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=2)))
-    sampler = Sampler(TimedEngine(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
+    sampler = AheadSampler(TimedEngine(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
     for step in (1, 2):
         with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards
             sample_step(sampler, cfg, SimpleNamespace(draw=draw), {"position": 9, "records": {"step": step}}, step, 99)
@@ -400,9 +400,10 @@ def test_an_engine_goes_on_while_others_wait(one_rank, monkeypatch):
     work = SimpleNamespace(is_completed=lambda: next(looks))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, async_op: calls.append("begin") or work)
     engine = SimpleNamespace(versions_by_request={"1": []}, step=lambda: calls.append("step"))
-    sampler = Sampler(engine, FakeTokenizer(), {}, one_rank[0])
-    sampler._decode_while_others_finish()
+    sampler = AheadSampler(engine, FakeTokenizer(), {}, replace(one_rank[0], world_size=2))
+    sampler.in_flight.append(([], {}))
+    sampler._wait_for_others()
     assert calls == ["begin", *["step"] * 32]
     engine.versions_by_request.clear()
-    sampler._decode_while_others_finish()
+    sampler._wait_for_others()
     assert calls[33:] == ["begin"]

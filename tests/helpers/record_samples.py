@@ -39,15 +39,15 @@ def record(program, file: Path) -> None:
 def give_places(number: int) -> None:
     """From now on an engine runs so many requests at once, and goes on by a token while others wait: so work for later
     steps is cut by the end of each."""
+    import ahead
     import engine
-    import rollout
 
     class LLM(engine.LLM):
         def __init__(self, **words):
             super().__init__(max_num_seqs=number, **words)
 
     engine.LLM = LLM
-    rollout.STEPS_BETWEEN_STOPS = 1
+    ahead.STEPS_BETWEEN_STOPS = 1
 
 
 def recorded(file: Path) -> dict[int, list[dict]]:

@@ -1,0 +1,115 @@
+"""Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
+
+A batch gets its step when it starts, however long it then takes: therefore long responses are trained as often as they
+are sampled, and none is older than max_age steps. A step waits for its own batch only; later batches stay in the
+engine, which goes on with them after each weight sync. docs/async.md compares this with other systems.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from config import Config
+from engine import STEPS_BETWEEN_STOPS, SamplingOptions
+from metrics import Numbers
+from records import Sample
+from rollout import Conversation, Prompts, Sampler, State
+from support.inputs.mixing import Cursor, Mixture
+
+Started = TypeVar("Started")  # what `start` returns
+InFlight = deque[tuple[Started, Cursor]]  # batches of later steps, oldest first, each with the data cursor after it
+
+
+class Starts(Protocol[Started]):
+    """A sampler whose two halves can be called one after the other: Sampler, support.split.generators.Generators."""
+
+    def start(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int
+    ) -> Started: ...
+
+    def finish(self, started: Started) -> list[Sample]: ...
+
+
+def draw_ahead(
+    sampler: Starts[Started],
+    in_flight: InFlight,
+    cfg: Config,
+    mixture: Mixture,
+    cursor: Cursor,
+    step: int,
+    num_steps: int,
+) -> tuple[list[Sample], Cursor]:
+    """Starts the batches of the next max_age steps, then returns this step's batch and the cursor after it."""
+    grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
+    newest_records = {"records": cursor["records"]}  # metrics for a custom_dataloader
+    while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
+        before = in_flight[-1][1] if in_flight else cursor
+        before = before | newest_records
+        problems, after = mixture.draw(before, grpo.prompts_per_batch)
+        # A prompt's number is its place in the data, because dynamic sampling may still move it to another step.
+        prompts = list(enumerate(problems, start=before["position"]))
+        due = step + len(in_flight)
+        started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), due)
+        in_flight.append((started, after))
+    started, after = in_flight.popleft()
+    return sampler.finish(started), after | newest_records
+
+
+class AheadSampler(Sampler):
+    """A sampler that draws batches before their step."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.in_flight: InFlight[list[Conversation]] = deque()
+
+    def draw_batch(
+        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
+    ) -> tuple[list[Sample], Cursor]:
+        if cfg.grpo.async_grpo.max_age == 0:
+            return super().draw_batch(cfg, mixture, cursor, step, num_steps, number)
+        return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
+
+    def _wait_for_others(self) -> None:
+        """Decodes for later steps until every engine has finished this step and so joined the all_reduce. It is only
+        polled: a rank waits in the next collective, where the watchdog sees it."""
+        if not self.in_flight or self.ranks.dp_size == 1:
+            return
+        others = dist.all_reduce(torch.zeros(1), async_op=True)
+        while self.engine.versions_by_request or self.led_by_agent:
+            if not self.ranks.any_rank_of_engine(not others.is_completed()):
+                return
+            for _ in range(STEPS_BETWEEN_STOPS):
+                self.engine.step()
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
+        under_way = [conversation for conversations, _ in self.in_flight for conversation in conversations]
+        missing = torch.tensor([self._is_missing(conversation) for conversation in under_way], dtype=torch.int32)
+        dist.all_reduce(missing)
+        is_whole = {conversation.sample.prompt: True for conversation in under_way}
+        for conversation, num_missing in zip(under_way, missing.tolist(), strict=True):
+            if num_missing:
+                is_whole[conversation.sample.prompt] = False
+        return is_whole
+
+    def _is_missing(self, conversation: Conversation) -> bool:
+        """Whether this rank's engine still has to draw its reply."""
+        if not conversation.request_id or conversation.state is State.DONE:
+            return False
+        return conversation.request_id not in self.engine.unclaimed
+
+
+def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
+    """Ages in steps, of first tokens; how many groups of later steps have all their replies (NeMo RL's buffer), and how
+    many do not. is_whole: of `groups_under_way`."""
+    ages = [step - 1 - sample.weight_version for sample in trained]
+    num_whole = sum(is_whole.values())
+    return {
+        "avg_trajectory_age": sum(ages) / len(ages),
+        "max_trajectory_age": max(ages),
+        "buffer_size": num_whole,
+        "carried_groups": len(is_whole) - num_whole,
+    }
