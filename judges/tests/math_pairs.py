@@ -367,6 +367,152 @@ def reals(rng):
     yield "real", gold, rng.choice(wrongs), False
 
 
+DOMAIN_FORMS = [
+    r"{e}, {v} \in \mathbb{{{s}}}",
+    r"{e} \text{{ where }} {v} \in \mathbb{{{s}}}",
+    r"{e} \quad ({v}\in\mathbb{{{s}}})",
+    r"{e} \text{{ for all }} {v} \in \mathbb{{{s}}}",
+    r"{e} \ \forall {v} \in \mathbb {s}",
+    r"{e} \text{{ with }} {v}\in\mathbb{{{s}}}",
+]
+BOXES = [r"\boxed{{{0}}} and \boxed{{{1}}}", r"$\boxed{{{0}}}$, $\boxed{{{1}}}$", r"\(\boxed{{{0}}},\ \boxed{{{1}}}\)"]
+BOXES += [
+    r"so \boxed{{{0}}}\text{{ and }}\boxed{{{1}}}.",
+    r"\boxed{{{0}}} or \boxed{{{1}}}",
+    r"\boxed{{{0}}}; \boxed{{{1}}}",
+]
+DRAFTS = [
+    r"\boxed{{{0}}}. No, it is \boxed{{{1}}}",
+    r"\boxed{{{0}}} is wrong: \boxed{{{1}}}",
+    "\\boxed{{{0}}}\n\n\\boxed{{{1}}}",
+]
+STATED = [
+    "Answer: {}",
+    "#### {}",
+    "The final answer is **{}**.",
+    "**Answer:** {}",
+    "So the answer is {}.",
+    "Final Answer: {} ###",
+]
+MARKED = ["Answer: {} ###", "#### {} ####", "#### `{}`", "The answer is `x = {}`.", "Answer: *{}*", "Answer: __{}__"]
+MARKED += [
+    "The answer is a + b = **{}**.",
+    "## Answer\n{}",
+    "**Answer**\n\n{}",
+    "### Final Answer\n\n**{}**",
+    "Answer: \u200b{}",
+]
+ABBREVIATED = ["hours hrs minutes mins", "pounds lbs ounces oz", "seconds secs hours hrs", "years yrs months weeks"]
+ABBREVIATED += [
+    "miles per hour|mph|km/h|kilometers per second",
+    "km/h|kph|mph|m/s",
+    "m/s|m\\cdot s^{-1}|m\\cdot s|km/s",
+]
+TRIGONOMETRY = [  # equal | another form | not
+    (r"\sec {0}", r"\frac{{1}}{{\cos {0}}}", r"\frac{{1}}{{\sin {0}}}"),
+    (r"\csc {0}", r"\frac{{1}}{{\sin {0}}}", r"\sec {0}"),
+    (r"\cot {0}", r"\frac{{\cos {0}}}{{\sin {0}}}", r"\tan {0}"),
+    (r"\cot {0}", r"\frac{{1}}{{\tan {0}}}", r"-\frac{{1}}{{\tan {0}}}"),
+    (r"\sec^2 {0}", r"1+\tan^2 {0}", r"1+\cot^2 {0}"),
+    (r"\sin^2 {0}", r"1-\cos^2 {0}", r"1-\cos {0}"),
+]
+LARGE = ["city", "house", "blue one", "new world", "triangle", "longer line", "smaller angle"]
+
+
+def reports(rng):
+    """Kinds that users of other graders, and red teams, have reported."""
+    a, b, n = rng.randint(2, 9), rng.randint(2, 5), rng.randint(2, 3)
+    x, k = rng.choice("xytuv"), rng.choice("kmnp")
+
+    part = Fraction(rng.randint(1, 8), rng.choice([2, 3, 4, 5, 7, 9]))
+    above, below = part.numerator, part.denominator
+    total = -a + part
+    gold = rng.choice([written(rng, total), written(rng, total), rf"-{a}+\frac{{{above}}}{{{below}}}"])
+    yield (
+        "sum",
+        gold,
+        rng.choice([rf"-{a}+\frac{{{above}}}{{{below}}}", f"-{a}+{above}/{below}", f"-{a} + {above}/{below}"]),
+        True,
+    )
+    yield (
+        "sum",
+        written(rng, -a - part),
+        rng.choice([rf"-{a}+\frac{{{above}}}{{{below}}}", f"-{a} + {above}/{below}"]),
+        False,
+    )
+
+    power, chain = f"{b**n}^{x}", f"({b}^{x})^{n}"
+    yield "power", power, rng.choice([chain, f"({b}^{n})^{x}", f"{b}^{{{n}{x}}}"]), True
+    yield "power", chain, rng.choice([power, f"{b}^{{{n}{x}}}"]), True
+    yield (
+        "power",
+        power,
+        rng.choice([f"({b}^{x})^{n + 1}", f"{b}^{{{x}^{n}}}", f"({b}^{x})^{n}+1", f"{b}^{{{x}+{n}}}"]),
+        False,
+    )
+    yield "power", f"{x}^{{{n}{k}}}", f"({x}^{k})^{n}", True
+    yield "power", f"{x}^{{{n}{k}}}", rng.choice([f"({x}^{k})^{n + 1}", f"{x}^{{{k}^{n}}}", f"{x}^{{{n}+{k}}}"]), False
+    yield "power", f"e^{{2{x}}}+{2 * a}e^{x}+{a * a}", f"(e^{x}+{a})^2", True
+    yield "power", f"e^{{2{x}}}+{2 * a}e^{x}+{a * a}", f"(e^{x}+{a + 1})^2", False
+
+    one, other, wrong = rng.choice(TRIGONOMETRY)
+    argument = rng.choice([x, f"({a}{x})", r"\theta"])
+    forms = [form.format(argument) for form in (one, other, wrong)]
+    yield "trigonometry", *rng.sample(forms[:2], 2), True
+    yield "trigonometry", forms[0], forms[2], False
+
+    angle, function, value = rng.choice(
+        [(30, "sin", 1), (60, "cos", 1), (45, "tan", 2), (45, "cot", 2), (150, "sin", 1)]
+    )
+    inside = rng.choice([rf"{2 * a}\{function} {angle}^\circ", rf"{2 * a}\{function}({angle}^{{\circ}})"])
+    yield "degrees", *rng.sample([str(a * value), inside], 2), True
+    yield (
+        "degrees",
+        str(a * value),
+        rng.choice([rf"{2 * a}\{function} {angle}", rf"{2 * a + 1}\{function} {angle}^\circ"]),
+        False,
+    )
+
+    names = rng.choice(ABBREVIATED)
+    long, short, *others = names.split("|") if "|" in names else names.split()
+    yield "unit", *rng.sample([f"{a} {long}", f"{a} {short}"], 2), True
+    yield "unit", f"{a} {long}", f"{a} {rng.choice(others)}", False
+    many = rng.choice(["elevens", "twelves", "reams", "grosses", "nonets", "pentads", "dozens", "grands"])
+    yield "unit", str(a), f"{a} {many}", False
+
+    formula = rng.choice([f"{a}{k}+{b}", f"{b}^{k}", rf"\frac{{{k}}}{{{a}}}", f"{x} = {a}{k}+{b}", rf"{a}{k}\pi"])
+    off = formula.replace(f"{k}", f"{k}^2")
+    form = rng.choice(DOMAIN_FORMS)
+    space, another = rng.sample("ZNRQ", 2)
+    whole = form.format(e=formula, v=k, s=space)
+    yield "domain", *rng.sample([formula, whole], 2), True
+    yield "domain", rng.choice(DOMAIN_FORMS).format(e=formula, v=k, s=space), whole, True
+    yield "domain", formula, form.format(e=off, v=k, s=space), False
+    yield "domain", whole, rng.choice(DOMAIN_FORMS).format(e=formula, v=k, s=another), False
+    yield "domain", str(a), rf"{a} \text{{ at }} {x} = {b}", True
+    yield "domain", str(a), rng.choice([rf"{a} \text{{ if }} {x} = {b}", rf"{a + 1} \text{{ at }} {x} = {b}"]), False
+
+    low, high, third = rng.sample(range(10, 99), 3)
+    boxes = rng.choice(BOXES)
+    yield "reply", f"{low}, {high}", boxes.format(*rng.sample([low, high], 2)), True
+    yield "reply", str(high), boxes.format(low, high), False
+    yield "reply", f"{low}, {high}", boxes.format(low, third), False
+    yield "reply", f"{low}, {high}", rng.choice(DRAFTS).format(low, high), False
+    yield "reply", str(high), rng.choice(DRAFTS).format(low, high), True
+    yield "reply", str(high), rng.choice(MARKED).format(high), True
+    yield "reply", str(high), rng.choice(MARKED).format(low), False
+    stated = f"It has \\boxed{{{low}}} parts.\n{rng.choice(STATED).format(high)}"
+    yield "reply", str(high), stated, True
+    yield "reply", str(low), stated, False
+
+    right, wrong = rng.sample("BCDEFGH", 2)
+    option = rng.choice(["{}: A {}", "({}) A {}", "{}. A {}", "The answer is {}: A {}", r"\text{{{}: A {}}}"])
+    kind = "reply" if "answer" in option else "option"
+    yield kind, right, option.format(right, rng.choice(LARGE)), True
+    yield kind, right, option.format(wrong, rng.choice(LARGE)), False
+    yield "option", right, rng.choice([f"{right}: A or {wrong}", f"{right}: A, {wrong}", f"{right} or {wrong}"]), False
+
+
 def pairs(count: int, seed: int, kinds: tuple = KINDS) -> Iterator[tuple[str, str, str, bool]]:
     """`count` of them, all kinds in turn."""
     rng = random.Random(seed)

@@ -422,6 +422,8 @@ FORM = "<think>\n1 + 1\n</think>\n<answer>{}</answer>"
         (FORM.format("1") + FORM.format("2"), "2", 1, 1, 0),
         ("<answer>2", "2", 1, 1, 0),
         ("<answer></answer>", "", 1, 0, 0),
+        ("<think>\n2*3\n</think>\n\n<answer>6</answer>", "6", 1, 1, 1),  # Qwen3 writes an empty line
+        ("<think>\n2*3\n</think>\n\n\n<answer>6</answer>", "6", 1, 1, 0),
         ("</answer>" * 50_000 + "<think>" * 10_000, "2", 0, 0, 0),
     ],
 )
