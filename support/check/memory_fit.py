@@ -2,10 +2,8 @@
 
 import json
 import math
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import product
 from operator import attrgetter
 
 from config import ConfigError
@@ -13,10 +11,12 @@ from support.check.memory_plan import CONTEXT, GIB, Items, Plan
 from support.check.rules import check_config
 
 Fixes = dict[str, object]  # a key -> its new value
-Options = dict[str, tuple[int, list]]  # a key -> its cost, and values that save memory, the strongest last
 SPARE = 0.05  # of the GPU, which a fix leaves free where it can: the plan is not exact, and torch's segments have gaps
 FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
+LORA = f"{FSDP}.lora_cfg.enabled"
+OFFLOAD = "policy.offload_optimizer_for_logprob"
 SHARE = f"{VLLM}.gpu_memory_utilization"
+FREE = 2  # remedies that are tried before the engine's share is lowered
 FEW = 8  # whole sequences at once
 
 
@@ -25,9 +25,10 @@ def table(plan: Plan) -> str:
     limit = "" if plan.gpu_bytes is None else f" with {gib(plan.gpu_bytes)}"
     lines = [f"memory     GiB on each of {plan.num_gpus} GPUs{limit}, packs of {plan.tokens:,} tokens"]
     for phase, (moment, items) in plan.phases.items():
-        lines.append(f"  {phase:8} {gib(sum(items.values()))}{moment and f' at {moment}'}: {listed(items)}")
-    if host := plan.host():
-        lines.append(f"  host     {listed(host)}, pinned, for each GPU")
+        where = f" at {moment}" if moment else ""
+        lines.append(f"  {phase:8} {gib(sum(items.values()))}{where}: {listed(items)}")
+    if plan.host():
+        lines.append(f"  host     {listed(plan.host())}, pinned, for each GPU")
     lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room(plan)}")
     return "\n".join(lines)
 
@@ -49,100 +50,160 @@ def room(plan: Plan) -> str:
 
 
 def problem(plan: Plan) -> str | None:
-    """What is lacking, and keys of little cost that fix it together; None if the run fits, or nobody knows."""
+    """What is lacking, and keys that fix it together; None if the run fits, or nobody knows."""
     if plan.lacking() <= 0:
         return None
     phase = max(plan.phases, key=plan.size)
-    size, has = math.ceil(plan.size(phase) / GIB * 100) / 100, math.floor(plan.gpu_bytes / GIB * 100) / 100
+    size = math.ceil(plan.size(phase) / GIB * 100) / 100
+    has = math.floor(plan.gpu_bytes / GIB * 100) / 100
     needed = f"memory: {phase} needs {size} GiB on each GPU, which has {has:g}"
     if plan.size(phase) <= plan.gpu_bytes:
         left = gib(max(0, plan.kv_cache))
         needed = f"memory: the engine's share leaves {left} GiB of KV cache, too little for a sequence"
     for spare in (SPARE, 0.03, 0.01, 0):
-        if best := _cheapest(plan, (1 - spare) * plan.gpu_bytes):
+        fixes = fix(plan, (1 - spare) * plan.gpu_bytes)
+        if fixes:
             rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
-            return f"{needed}; it fits with {_named(plan, best, phase)}{rest}"
-    more = [n for n in (plan.num_gpus << k for k in range(1, 9)) if replace(plan, num_gpus=n).lacking() <= 0]
-    enough = f"; {more[0]} GPUs would be enough" if more else ""
-    return f"{needed}; no setting makes this model, batch and length fit{enough}"
+            return f"{needed}; it fits with {_named(plan, fixes, phase)}{rest}"
+    problem = f"{needed}; no setting tried makes this model, batch and length fit"
+    for doublings in range(1, 9):
+        num_gpus = plan.num_gpus << doublings
+        if replace(plan, num_gpus=num_gpus).lacking() <= 0:
+            return f"{problem}; {num_gpus} GPUs would be enough"
+    return problem
 
 
 def remedies(plan: Plan, phase: str) -> str:
-    """Keys of little cost with which this phase needs a tenth less than planned."""
-    best = _cheapest(plan, CONTEXT + 0.9 * (plan.size(phase) - CONTEXT), phase)
-    return f"set {_named(plan, best, phase)}" if best else "use more GPUs"
+    """Keys with which this phase needs a tenth less than planned."""
+    fixes = fix(plan, CONTEXT + 0.9 * (plan.size(phase) - CONTEXT), phase)
+    return f"set {_named(plan, fixes, phase)}" if fixes else "use more GPUs"
 
 
-def _cheapest(plan: Plan, most: float, *phases: str) -> Fixes:
-    """Settings of little cost with which these phases, or all, need at most so many bytes; {} only if there are none.
+def fix(plan: Plan, most: float, *phases: str) -> Fixes:
+    """Settings with which these phases, or all, need at most so many bytes; {} where none are found.
 
-    Every combination of choices is tried with the strongest values of the other keys, which save whatever else is set:
-    where that does not fit, nothing does. Then each key, the last first, gets the weakest value that is enough."""
-    choices, others = _fixes(plan)
-    strongest = {key: values[-1] for key, (_, values) in others.items() if values}
-    now = {key: attrgetter(key)(plan.cfg) for key in choices}
-
-    def fitting(fixes: Fixes) -> Fixes:
-        """These, and the largest share for the engine beside them if they need another; {} if that is not enough."""
-        new = changed(plan, fixes)
-        try:
-            room = most - new.size("generate") + sum(new.engine.values()) + max(0, new.kv_cache)
-            share = max(1, math.floor(100 * room / (plan.gpu_bytes or math.inf))) / 100
-            ways = (fixes, fixes | {SHARE: share})
-            enough = next((way for way in ways if changed(plan, way).lacking(most, *phases) <= 0), {})
-            if enough:
-                check_config(new.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
-            return enough
-        except ConfigError:  # two do not go together, or LoRA's rank is more than a layer's
-            return {}
-
-    def cost(fixes: Fixes) -> float:
-        options = [(value, *(choices | others | {SHARE: (4, [value])})[key]) for key, value in fixes.items()]
-        return sum(cost * (values.index(value) + 1) / len(values) for value, cost, values in options)
-
-    best: Fixes = {}
-    new = ([{}, *({key: value} for value in values if value != now[key])] for key, (_, values) in choices.items())
-    for chosen in product(*new):
-        base = {key: value for fix in chosen for key, value in fix.items()}
-        if (best and cost(base) >= cost(best)) or not fitting(taken := base | strongest):
+    The remedies are tried in their order, one on top of the other: each stays, at its strongest, that takes something
+    off what is too much. Once all fits, each is given up, or made weaker, as far as that does not matter, the last one
+    first."""
+    taken: list[tuple[list[Fixes], Fixes]] = []  # (a remedy, weakest first; the strength taken)
+    settings: Fixes = {}
+    enough: Fixes = {}
+    for number, remedy in enumerate(_remedies(plan)):
+        accepted = [strength for strength in remedy if _is_accepted(plan, settings | strength)]
+        if not accepted:
             continue
-        for key, (_, values) in reversed(others.items()):
-            without = {other: value for other, value in taken.items() if other != key}
-            ways = [without, *(without | {key: value} for value in values)]
-            taken = ways[bisect_left(ways[:-1], True, key=lambda fixes: bool(fitting(fixes)))]
-        fewer = ({other: value for other, value in taken.items() if other != key} for key in base)
-        best = min(filter(None, (best, *map(fitting, (taken, *fewer)))), key=cost)
-    return best
+        stronger = settings | accepted[-1]
+        lowers_share = number >= FREE
+        before = _excess(changed(plan, settings), most, phases, lowers_share=lowers_share)
+        if _excess(changed(plan, stronger), most, phases, lowers_share=lowers_share) >= before:
+            continue
+        taken.append((remedy, accepted[-1]))
+        settings = stronger
+        enough = _fitting(plan, settings, most, phases, lowers_share=lowers_share)
+        if enough:
+            break
+    else:
+        enough = _fitting(plan, settings, most, phases, lowers_share=True)
+    if not enough:
+        return {}
+    share = {SHARE: enough[SHARE]} if SHARE in enough else {}
+    for number in reversed(range(len(taken))):
+        remedy, strength = taken[number]
+        for weaker in ({}, *remedy):
+            taken[number] = remedy, weaker
+            if _fitting(plan, _joined(taken) | share, most, phases, lowers_share=False):
+                break
+        else:
+            taken[number] = remedy, strength
+    found = _joined(taken) | share
+    return {key: value for key, value in found.items() if value != attrgetter(key)(plan.cfg)}
 
 
-def _fixes(plan: Plan) -> tuple[Options, Options]:
-    """Choices, which may save only beside others; and the other keys. A cost is low for what slows a step little, and
-    high for what trains something else."""
+def _joined(taken: Iterable[tuple[list[Fixes], Fixes]]) -> Fixes:
+    """The settings of several remedies; a later one wins."""
+    joined: Fixes = {}
+    for _, strength in taken:
+        joined.update(strength)
+    return joined
+
+
+def _is_accepted(plan: Plan, fixes: Fixes) -> bool:
+    """Whether the config may have these settings together, and LoRA its rank."""
+    try:
+        new = changed(plan, fixes)
+        check_config(new.cfg, plan.num_gpus + plan.cfg.policy.generation.num_generators)
+        return new.shards["weights"] > 0
+    except ConfigError:
+        return False
+
+
+def _fitting(plan: Plan, fixes: Fixes, most: float, phases: tuple[str, ...], *, lowers_share: bool) -> Fixes:
+    """The settings, with another share for the engine where they need one and may have it; {} if they do not do."""
+    new = changed(plan, fixes)
+    others = new.size("generate") - sum(new.engine.values()) - max(0, new.kv_cache)
+    share = max(1, math.floor(100 * (most - others) / (plan.gpu_bytes or math.inf))) / 100
+    ways = [fixes, fixes | {SHARE: share}] if lowers_share else [fixes]
+    for settings in ways:
+        if changed(plan, settings).lacking(most, *phases) <= 0 and _is_accepted(plan, settings):
+            return settings
+    return {}
+
+
+def _excess(plan: Plan, most: float, phases: tuple[str, ...], *, lowers_share: bool) -> float:
+    """By how much the phases, or all, are too large together. With lowers_share the KV cache holds one sequence."""
+    excess = 0.0
+    for phase in phases or plan.phases:
+        size = plan.size(phase)
+        if phase == "generate" and lowers_share:
+            size += plan.kv_bytes * plan.cfg.policy.max_total_sequence_length - max(0, plan.kv_cache)
+        excess += max(0, size - most)
+    return excess
+
+
+def _remedies(plan: Plan) -> list[list[Fixes]]:
+    """What is tried, in this order: what slows a step little comes first, what trains something else last. Of each
+    remedy the weakest form comes first. Of settings that save nothing, none is kept."""
     policy = plan.cfg.policy
-    longest, again = policy.max_total_sequence_length, policy.dtensor_cfg.activation_checkpointing
-    blocks = range(again + 1, plan.model.num_hidden_layers + 1) if again is not True else ()
-    chunks = (rows for rows in (1024, 512, 256, 128) if rows < (policy.logprob_chunk_size or 1025))
-    packs = *(size for n in range(1, 30) if (size := plan.tokens >> n) > longest), min(longest, plan.tokens)
-    num_ranks, heads = policy.generation.num_generators or plan.num_gpus, plan.model.num_attention_heads
-    choices: Options = {
-        "policy.offload_optimizer_for_logprob": (3, [not policy.offload_optimizer_for_logprob]),
-        f"{VLLM}.tensor_parallel_size": (16, [n for n in range(1, heads + 1) if num_ranks % n == heads % n == 0]),
-        f"{FSDP}.dp_replicate_size": (10, [1, plan.num_gpus]),
-        "policy.optimizer.name": (20, ["torch.optim.AdamW"]),
-        f"{FSDP}.lora_cfg.enabled": (20, [True] * plan.trains),  # else the adapters belong to what is scored
-        f"{FSDP}.cpu_offload": (30, [True]),
-    }
-    others: Options = {
-        f"{FSDP}.activation_checkpointing": (4, [*blocks]),
-        "policy.logprob_chunk_size": (1, [*chunks]),
-        f"{FSDP}.defer_fsdp_grad_sync": (4, [False]),
-        "policy.sequence_packing.share_prefix": (4, [False]),
-        "policy.optimizer.kwargs.state_dtype": (5, ["bfloat16"]),
-        "policy.precision": (6, ["bfloat16"]),
-        f"{VLLM}.precision": (6, ["bfloat16"]),
-        "policy.sequence_packing.train_mb_tokens": (6, [*packs]),
-    }
-    return choices, others
+    most_rows = policy.logprob_chunk_size or 1025
+    computed_again = policy.dtensor_cfg.activation_checkpointing
+    blocks = [] if computed_again is True else range(computed_again + 1, plan.model.num_hidden_layers + 1)
+    num_ranks = policy.generation.num_generators or plan.num_gpus
+    tensor = policy.generation.vllm_cfg.tensor_parallel_size
+    heads = plan.model.num_attention_heads
+    tensors = [n for n in range(tensor + 1, heads + 1) if num_ranks % n == 0 and heads % n == 0]
+    adapters = {LORA: True, "policy.optimizer.name": "torch.optim.AdamW"}  # Muon trains no adapters
+    offload = {f"{FSDP}.cpu_offload": True, OFFLOAD: False}  # the first offloads the moments, too
+    remedies = [
+        [{"policy.logprob_chunk_size": rows} for rows in (1024, 512, 256, 128) if rows < most_rows],
+        [{OFFLOAD: True}],
+        [{f"{FSDP}.defer_fsdp_grad_sync": False}],
+        [{f"{FSDP}.activation_checkpointing": number} for number in blocks],
+        [{"policy.sequence_packing.share_prefix": False}],
+        [{"policy.optimizer.kwargs.state_dtype": "bfloat16"}],
+        [{"policy.precision": "bfloat16"}],
+        [{f"{VLLM}.precision": "bfloat16"}],
+        [{"policy.sequence_packing.train_mb_tokens": size} for size in _pack_sizes(plan)],
+        [{f"{FSDP}.dp_replicate_size": 1}],
+        [{f"{VLLM}.tensor_parallel_size": number} for number in tensors],
+        [{"policy.optimizer.name": "torch.optim.AdamW"}],
+        [offload],
+    ]
+    if plan.trains:  # else the adapters belong to what is scored
+        remedies.insert(-1, [adapters])
+    return [remedy for remedy in remedies if remedy]
+
+
+def _pack_sizes(plan: Plan) -> list[int]:
+    """Smaller packs, the largest first: halves, and the longest sequence alone."""
+    longest = plan.cfg.policy.max_total_sequence_length
+    sizes = []
+    size = plan.tokens // 2
+    while size > longest:
+        sizes.append(size)
+        size //= 2
+    if longest < plan.tokens:
+        sizes.append(longest)
+    return sizes
 
 
 def changed(plan: Plan, fixes: Fixes | Iterable[tuple[str, object]]) -> Plan:
@@ -154,14 +215,18 @@ def changed(plan: Plan, fixes: Fixes | Iterable[tuple[str, object]]) -> Plan:
 
 def _with(section: object, name: str, value: object) -> object:
     first, _, rest = name.partition(".")
-    return replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})
+    new = _with(getattr(section, first), rest, value) if rest else value
+    return replace(section, **{first: new})
 
 
 def _named(plan: Plan, fixes: Fixes, phase: str) -> str:
-    """The settings, and what each saves by itself where a ConfigError, which is short, has room for it."""
-    saves = {key: plan.size(phase) - changed(plan, {key: value}).size(phase) for key, value in fixes.items()}
-    texts = {key: f" (saves {gib(size)} in {phase})" for key, size in saves.items() if size > 0 and len(saves) < 5}
-    return ", ".join(f"{key}={json.dumps(value)}{texts.get(key, '')}" for key, value in fixes.items())
+    """The settings, and what each saves by itself."""
+    texts = []
+    for key, value in fixes.items():
+        saved = plan.size(phase) - changed(plan, {key: value}).size(phase)
+        text = f"{key}={json.dumps(value)}"
+        texts.append(f"{text} (saves {gib(saved)} in {phase})" if saved > 0 else text)
+    return ", ".join(texts)
 
 
 def listed(items: Items) -> str:

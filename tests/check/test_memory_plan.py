@@ -203,7 +203,7 @@ def test_a_table_of_what_fits():
 def test_what_does_not_fit_and_what_mends_it(num_gpus, words):
     plan = replace(large_plan("8B", num_gpus), gpu_bytes=80 * GIB)
     said = memory_fit.problem(plan)
-    assert re.search(words, said) and len(said) < 490
+    assert re.search(words, said)
     assert "policy.offload_optimizer_for_logprob=true (saves " in memory_fit.remedies(plan, "train")
 
 
@@ -422,7 +422,7 @@ def test_no_three_keys_fit_what_the_plan_calls_impossible(seeds, most):
     for plan in map(random_plan, seeds):
         text = memory_fit.problem(plan)
         fixes = {key: json.loads(value) for key, value in re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", text)}
-        assert ("no setting" in text) == (not fixes) and (not fixes or fits(plan, fixes)) and len(text) < 490, text
+        assert ("no setting" in text) == (not fixes) and (not fixes or fits(plan, fixes)), text
         for key in fixes:
             assert not fits(plan, {other: fixes[other] for other in fixes if other != key}, 0.95), (key, text)
         num_impossible += not fixes
