@@ -60,6 +60,9 @@ for old in ("trainer", "sampler"):
                 *("grpo.num_prompts_per_step=3", f"policy.train_global_batch_size={24 // num_steps}"),
                 *(f"loss_fn.old_logprobs={old}", f"policy.ppo_epochs={epochs}"),
             ]
+# By --long: a quarter of what one of the daily cases has, and a process of agents.
+LATER = {"agents", "old sampler, 1 steps, 1 epochs"}
+LATER |= {f"old trainer, {n} epochs" for n in ("1 steps, 1", "1 steps, 2", "3 steps, 1")}
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +226,7 @@ def test_a_replay_is_the_step_to_the_bit(one_rank, plain):
     assert len(table) == 2 and table[-1].startswith("0 of ")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long) if c in LATER else c for c in CASES])
 def test_a_replay_of_every_kind_of_step(start, one_rank, tmp_path, case):
     write_rows(tmp_path)
     words = [*arguments(tmp_path), *QUIET, DUMP, *CASES[case]]

@@ -75,15 +75,6 @@ def test_a_killed_generator_is_named_and_the_run_goes_on_to_the_same_bits(jobs, 
 
 
 @pytest.mark.long
-def test_a_generator_that_is_told_to_stop_ends_the_job_with_its_reason(tmp_path):
-    signalled = jobs_of(tmp_path, "signalled generator")["signalled generator"]
-    assert signalled["codes"] == [75, 0], signalled["log"]
-    assert f"after step 6; continue with checkpointing.resume_from={signalled['run']}" in signalled["exit"]["reason"]
-    assert (Path(signalled["run"]) / "checkpoints" / "step_000006" / "meta.json").exists()
-    assert "Traceback" not in signalled["log"]
-
-
-@pytest.mark.long
 def test_a_generator_that_stops_ends_the_job_with_its_reason(tmp_path):
     stopped = jobs_of(tmp_path, "stopped generator")["stopped generator"]
     assert stopped["codes"] == [3, 0] and "Traceback" not in stopped["log"], stopped["log"]
@@ -148,7 +139,9 @@ def test_faults_of_asynchronous_splits(tmp_path):
         assert re.match(rf"hung: {rank}( on \S+)? reached no collective; ", jobs[name]["exit"]["reason"]), jobs[name][
             "exit"
         ]
-    assert jobs["async signalled generator"]["codes"] == [75, 0], jobs["async signalled generator"]["log"]
+    signalled = jobs["async signalled generator"]
+    assert signalled["codes"] == [75, 0] and "Traceback" not in signalled["log"], signalled["log"]
+    assert GO_ON in signalled["exit"]["reason"]
     for name in ("async resumed", "async went on"):
         assert jobs[name]["codes"] == [0, 0] and "resumed from " in jobs[name]["log"], jobs[name]["log"]
         assert_one_epoch(jobs[name], 1)
@@ -178,22 +171,13 @@ def test_other_asynchronous_splits(tmp_path):
 
 
 @pytest.mark.long
-def test_other_sizes_and_other_ends(tmp_path):
-    faults = ("killed trainer", "hung generator", "signalled trainer")
+def test_other_sizes_and_a_trainer_that_is_told_to_stop(tmp_path):
     sizes = ("colocated", "colocated 2", "split 2 + 1", "split 1 + 2", "dynamic", "split dynamic")
-    jobs = jobs_of(tmp_path, *sizes, *faults)
+    jobs = jobs_of(tmp_path, *sizes, "signalled trainer")
     assert_same(jobs["colocated 2"], jobs["split 2 + 1"])
     assert_same(jobs["colocated"], jobs["split 1 + 2"])
     assert_same(jobs["dynamic"], jobs["split dynamic"])
-    ends = {name: (jobs[name]["codes"], jobs[name]["exit"]["reason"].partition(" (")[0]) for name in faults}
-    codes, reason = ends.pop("hung generator")
-    assert 4 in codes and {*codes} <= {1, 4} and jobs["hung generator"]["exit"]["code"] == 4  # who leaves first says it
-    name = f"generator rank 1 on {host_name()}"
-    assert reason.startswith(f"hung: {name} reached no collective; {name}: step 6, ")
-    run = jobs["signalled trainer"]["run"]
-    assert ends == {
-        "killed trainer": ([-9, 1], f"crashed: trainer rank 0 on {host_name()}"),
-        "signalled trainer": ([75, 0], f"saved: stopped on request, after step 6; {GO_ON}{run}"),
-    }
-    assert (Path(run) / "checkpoints" / "step_000006" / "meta.json").exists()
-    assert not any("Traceback" in jobs[name]["log"] for name in faults if name != "hung generator")
+    signalled = jobs["signalled trainer"]
+    assert signalled["codes"] == [75, 0] and "Traceback" not in signalled["log"], signalled["log"]
+    assert signalled["exit"]["reason"].startswith(f"saved: stopped on request, after step 6; {GO_ON}{signalled['run']}")
+    assert (Path(signalled["run"]) / "checkpoints" / "step_000006" / "meta.json").exists()
