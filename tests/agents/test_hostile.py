@@ -22,7 +22,8 @@ from support.graders.grading import Grading
 from support.graders.reward_function import RewardFunction
 from support.inputs.tokenizer import Tokenizer
 from support.system.disk import printable
-from support.system.exits import StopRun
+from support.system.exits import StopRun, report_exit
+from support.system.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 USER = [{"role": "user", "content": "hi"}]
@@ -299,6 +300,16 @@ def test_printable_keeps_what_has_a_shape():
     assert printable("é 中 😀\nnext") == "é 中 😀\nnext"
     assert printable("a\x1b[2J\ud800\u202e\x85\t") == "a\\x1b[2J\\ud800\\u202e\\x85\\t"
     assert len(printable("x" * MAX_TOKENS)) == MAX_TOKENS
+
+
+def test_what_is_said_of_a_hostile_text_is_plain(capfd, monkeypatch):
+    monkeypatch.delenv("GRPO_EXIT_FILE", raising=False)
+    for text in TEXTS:
+        Ranks(0, 1, 0, 1).print_rank0(f"WARNING: {text}")
+        report_exit(3, f"stopped: {text}", None)
+    said = capfd.readouterr()
+    assert is_plain(said.out) and is_plain(said.err)
+    assert said.out.count("WARNING: ") == said.err.count("stopped: ") == len(TEXTS)
 
 
 @pytest.mark.long
