@@ -44,8 +44,8 @@ TOGETHER = {
 }
 # Half a minute each: begun late, one of them would run alone at the end.
 LONG_FILES = ("judges/tests/test_code.py", "examples/test_forks.py", "run/test_generators.py")
-LONG_FILES += ("system/test_replicas.py", "core/test_carry_over.py", "command/test_kill.py", "core/test_fast_run.py")
-LONG_FILES += ("command/test_resumed_run.py",)
+LONG_FILES += ("system/test_replicas.py", "command/test_nodes.py", "command/test_kill.py", "core/test_fast_run.py")
+LONG_FILES += ("command/test_resumed_run.py", "command/test_numbers.py")
 
 HAS_TESTS = "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv  # xdist's controller needs no torch
 if HAS_TESTS:
