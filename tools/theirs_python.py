@@ -62,6 +62,7 @@ class _Names:
     """The names of a file: what binds them, in which scope, and where they are used."""
 
     def __init__(self, tree: ast.Module):
+        self.module = tree
         self.parent: dict[ast.AST, ast.AST] = {}
         self.calls: list[ast.Call] = []
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
@@ -88,6 +89,10 @@ class _Names:
                 self.imported[alias.asname or alias.name] = f"{module}{alias.name}"
         elif isinstance(node, ast.arg):
             self._bind(node, node.arg, None)
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):  # a function may bind it again
+            home = self.module if isinstance(node, ast.Global) else self.scope(self.scope(node))
+            for name in node.names:
+                self.bound.setdefault((home, name), []).append(None)
         elif isinstance(node, ast.Name):
             self.uses.setdefault(node.id, []).append(node)
             if not isinstance(node.ctx, ast.Load):

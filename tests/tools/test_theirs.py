@@ -496,6 +496,8 @@ CHANGED = {  # what a script does with a value or with its config -> what the re
         5,
     ),
     "a field of a class": ("class K: N = 5\nK.N = 9\nc = GRPOConfig(max_steps=K.N)", "max_steps='K.N'", None),
+    "a global": ("N = 5\ndef f():\n  global N\n  N = 9\nf()\nc = GRPOConfig(max_steps=N)", "max_steps='N'", None),
+    "in place": ("N = 5\nN *= 2\nc = GRPOConfig(max_steps=N)", "max_steps='N'", None),
     "its trainer": ("c = GRPOConfig(max_steps=5)\nt = GRPOTrainer('m', f, c)\nt.save_model(c.output_dir)", "", 5),
 }
 
