@@ -10,6 +10,7 @@ units and bases.
 
 import re
 import sys
+from typing import NamedTuple
 
 from .math_formula import same_formula
 from .math_text import (
@@ -242,7 +243,11 @@ def canonical(answer: str) -> str:
     """A text for majority votes: the same one for equal numbers, whatever their unit, and for equal words."""
     text = _bare(answer)
     exact = number(text)
-    return str(exact.value) if exact else text.casefold() if is_word(text) else text.replace(", ", ",")
+    if exact:
+        return str(exact.value)
+    if is_word(text):
+        return text.casefold()
+    return text.replace(", ", ",")
 
 
 def _bare(answer: str) -> str:
@@ -250,66 +255,104 @@ def _bare(answer: str) -> str:
     text = clean(answer)
     if number(text):
         return text
-    kind, pairs, (_, value) = _read(text)
-    measured = quantity(value) if not kind and len(pairs) == 1 else None
-    return squeeze(measured.value if measured and measured.is_plain else text)
+    read = _read(text)
+    if read.kind or len(read.pairs) != 1:
+        return squeeze(text)
+    measured = quantity(read.value)
+    return squeeze(measured.value if measured.is_plain else text)
+
+
+class Reading(NamedTuple):
+    """A text as a list: its brackets, (name, value) of each part, and name and value of the text itself."""
+
+    kind: str
+    pairs: list[tuple[str, str]]
+    name: str
+    value: str
+
+
+def _read(text: str, parts: list[str] | None = None) -> Reading:
+    """parts: those of the text, if they are known."""
+    kind = ""
+    if not parts:
+        kind, parts = _items(text)
+    pairs = _named(parts)
+    if len(pairs) == 1 and not kind:
+        return Reading(kind, pairs, *pairs[0])
+    return Reading(kind, pairs, "", text)
 
 
 def _same(one: str, other: str) -> bool:
     """Whether two clean texts, which may be lists, are equal."""
-    numbers = number(one), number(other)
-    if None not in numbers:
-        return _same_numbers(*numbers)
-    if squeeze(one) == squeeze(other) or (numbers[0] and one == other.replace(", ", ",") and ",0" not in one):
+    exact = number(one)
+    other_exact = number(other)
+    if exact and other_exact:
+        return _same_numbers(exact, other_exact)
+    if squeeze(one) == squeeze(other):
         return True
-    choices = _CHOICE.fullmatch(one), _CHOICE.fullmatch(other)
-    if all(choices):
-        texts = choices[0][2], choices[1][2]
-        return choices[0][1] == choices[1][1] and (None in texts or squeeze(texts[0]) == squeeze(texts[1]))
+    if exact and one == other.replace(", ", ",") and ",0" not in one:  # 1,234 is a list, too
+        return True
+    choice = _CHOICE.fullmatch(one)
+    other_choice = _CHOICE.fullmatch(other)
+    if choice and other_choice:
+        return _same_choices(choice, other_choice)
     is_chain = LESS.search(one) is not None
-    intervals = as_interval(one), as_interval(other)
+    interval = as_interval(one)
+    other_interval = as_interval(other)
     if is_chain != bool(LESS.search(other)):
-        one, other = intervals
-    elif is_chain and not any(map(LESS.search, intervals)) and {*_LETTER.findall(one)} == {*_LETTER.findall(other)}:
-        return _same(*intervals)
-    kind, pairs, (name, value) = _read(one)
-    is_grouped = pairs[1:] and numbers[1] and ",0" not in other  # 1,234 is a list, too, if a list is asked for
-    other_kind, other_pairs, (other_name, other_value) = _read(other, other.split(",") if is_grouped else None)
-    if len(pairs) == len(other_pairs) == 1 and _sides(one)[1:]:
-        if _sides(other)[1:] and (name != other_name or not name):
-            is_solved = re.search("[a-zA-Z]", value) or name in map(squeeze, _sides(other))
-            # x = 3 is not 2x = 6, the question
+        one = interval
+        other = other_interval
+    elif is_chain and not LESS.search(interval) and not LESS.search(other_interval):
+        if {*_LETTER.findall(one)} == {*_LETTER.findall(other)}:
+            return _same(interval, other_interval)
+    read = _read(one)
+    is_grouped = len(read.pairs) > 1 and other_exact and ",0" not in other  # a list, if a list is asked for
+    other_read = _read(other, other.split(",") if is_grouped else None)
+    if len(read.pairs) == len(other_read.pairs) == 1 and len(_sides(one)) > 1:
+        if len(_sides(other)) > 1 and (read.name != other_read.name or not read.name):
+            is_solved = re.search("[a-zA-Z]", read.value) or read.name in map(squeeze, _sides(other))
+            # x = 3 is not 2x = 6, the question.
             return bool(is_solved) and " mod " not in one and same_formula(one, other)
-        if not name and re.search("[a-zA-Z]", one):  # an equation is not its right side
+        if not read.name and re.search("[a-zA-Z]", one):  # an equation is not its right side
             return False
-    if (value, other_value) != (one, other):
-        return _same(value, other_value)
-    if kind != other_kind and pairs and other_pairs and any(_SET.match(each) for _, each in pairs + other_pairs):
-        return False  # a set of sets
-    if len(pairs) != len(other_pairs) or (kind != other_kind and (is_chain or {kind, other_kind} not in _ALIKE)):
-        is_list = (pairs[1:] and not kind) or (other_pairs[1:] and not other_kind) or number(one)
-        is_set = {kind, other_kind} & {"", "cup"} and _SETS.search(one + other)
-        return bool(is_set and not is_list) and same_formula(one, other)
-    if len(pairs) > 1 or kind or other_kind:
-        return _same_lists(pairs, other_pairs, not {kind, other_kind} <= _UNORDERED)
-    return _same_value(one, other)
+    if (read.value, other_read.value) != (one, other):
+        return _same(read.value, other_read.value)
+    return _same_readings(read, other_read, is_chain)
 
 
-def _read(text: str, parts: list[str] | None = None) -> tuple[str, list[tuple[str, str]], tuple[str, str]]:
-    """The brackets around a text, (name, value) of each part, and of the text itself."""
-    kind, parts = ("", parts) if parts else _items(text)
-    pairs = _named(parts)
-    return kind, pairs, pairs[0] if len(pairs) == 1 and not kind else ("", text)
+def _same_choices(choice: re.Match, other: re.Match) -> bool:
+    """Whether two options are the same letter, with the same text if both have one."""
+    if choice[1] != other[1]:
+        return False
+    return choice[2] is None or other[2] is None or squeeze(choice[2]) == squeeze(other[2])
 
 
-def _same_lists(pairs: list, other_pairs: list, is_ordered: bool) -> bool:
+def _same_readings(read: Reading, other: Reading, is_chain: bool) -> bool:
+    """Whether two texts that are their own values are equal: as lists, as sets by sympy, or as single values."""
+    kinds = {read.kind, other.kind}
+    if len(kinds) > 1 and read.pairs and other.pairs:
+        if any(_SET.match(value) for _, value in read.pairs + other.pairs):  # a set of sets
+            return False
+    if len(read.pairs) != len(other.pairs) or (len(kinds) > 1 and (is_chain or kinds not in _ALIKE)):
+        is_list = (len(read.pairs) > 1 and not read.kind) or (len(other.pairs) > 1 and not other.kind)
+        is_set = kinds & {"", "cup"} and _SETS.search(read.value + other.value)
+        if not is_set or is_list or number(read.value):
+            return False
+        return same_formula(read.value, other.value)
+    if len(read.pairs) > 1 or read.kind or other.kind:
+        return _same_lists(read.pairs, other.pairs, is_ordered=not kinds <= _UNORDERED)
+    return _same_value(read.value, other.value)
+
+
+def _same_lists(pairs: list[tuple[str, str]], other_pairs: list[tuple[str, str]], is_ordered: bool) -> bool:
     """Whether lists of (name, value) are equal. Different names that one side lacks bind the values in their order."""
-    names, other_names = ({name for name, _ in each} for each in (pairs, other_pairs))
-    if {""} in (names, other_names):
+    names = {name for name, _ in pairs}
+    other_names = {name for name, _ in other_pairs}
+    rest = list(other_pairs)
+    if names == {""} or other_names == {""}:
         is_ordered = is_ordered or len(names | other_names) > 2
-        pairs, rest = ([("", value) for _, value in each] for each in (pairs, other_pairs))
-    else:
-        rest = list(other_pairs)
+        pairs = [("", value) for _, value in pairs]
+        rest = [("", value) for _, value in other_pairs]
     for name, value in pairs:
         for other in rest[:1] if is_ordered else rest:
             is_alike = other[0] == name and bool(_SET.match(value)) == bool(_SET.match(other[1]))
