@@ -7,6 +7,7 @@ these lines allocate. Sizes are bytes on one rank. Each token of a pack counts a
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from config import Config
 from kernels import sizes
@@ -22,6 +23,15 @@ OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before 
 RUNTIME = 0.8 * GIB
 Items = dict[str, float]  # what holds memory -> bytes
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Row(NamedTuple):
+    """What holds memory at a moment of a phase, and how many bytes. A phase of one moment has "" for it."""
+
+    phase: str
+    moment: str
+    item: str
+    size: float
 
 
 def count(shapes: Shapes, part: str = "") -> int:
@@ -106,22 +116,33 @@ class Plan:
         """Trained tensors are in float32, frozen ones in the trainer's precision. AdamW has two moments, Muon one for
         each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
         trained = self.rows(self.trained)
-        frozen = self.precision * self.rows(self.shapes) if self.lora else 0
-        moments = (NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype] + 4) * trained - 4 * self.rows(self.matrices)
-        to_train = {"moments": moments, "gradients": 4 * trained} if self.trains else {}
-        return {"weights": frozen + 4 * trained} | to_train
+        items: Items = {"weights": 4 * trained}
+        if self.lora:
+            items["weights"] += self.precision * self.rows(self.shapes)
+        if self.trains:
+            first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+            items["moments"] = (first + 4) * trained - 4 * self.rows(self.matrices)
+            items["gradients"] = 4 * trained
+        return items
 
     @property
     def offloaded(self) -> tuple[str, ...]:
         """The shards that are in host memory."""
         policy = self.cfg.policy
-        some = ("moments",) if policy.offload_optimizer_for_logprob and self.trains else ()
-        return tuple(self.shards) if policy.dtensor_cfg.cpu_offload else some
+        if policy.dtensor_cfg.cpu_offload:
+            return tuple(self.shards)
+        if policy.offload_optimizer_for_logprob and self.trains:
+            return ("moments",)
+        return ()
 
     def states(self, gradients: bool = False) -> Items:
-        left_out = self.offloaded if gradients else (*self.offloaded, "gradients")
-        summed = ["gradients"] * (gradients and self.num_shards < self.num_gpus)  # on the GPU, until replicas add them
-        return {name: size for name, size in self.shards.items() if name not in left_out or name in summed}
+        """The shards on the GPU. With offloaded gradients, replicas still keep them there until they are added up."""
+        items = {name: size for name, size in self.shards.items() if name not in self.offloaded}
+        if not gradients:
+            items.pop("gradients", None)
+        elif self.num_shards < self.num_gpus and "gradients" in self.shards:
+            items["gradients"] = self.shards["gradients"]
+        return items
 
     @cached_property
     def block_activations(self) -> float:
@@ -186,59 +207,67 @@ class Plan:
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
         return max(chunk + sorts, chunk * copies)
 
-    def train(self) -> dict[str, Items]:
+    def train(self) -> list[Row]:
         """The moments of forward and backward at which most is held, from the second pack of a step on."""
         m, c = self.model, self.precision
-        rows = c * self.tokens * m.hidden_size  # of the head's input, or of its gradient
+        tied, several = m.tie_word_embeddings, self.num_shards > 1
+        deferred = self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and several
+        states = self.states(gradients=True)
+        if deferred:
+            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
+        inputs = c * self.tokens * m.hidden_size  # of the head, or their gradient
         activations = self.kept(m.num_hidden_layers) + (4 + 4 + c) * self.tokens * m.hidden_size
-        # linear_loss: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
+        # The head: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
         dW = 0 if self.lora else self.head
-        head = 2 * rows + 4 * dW + max(self.logits(True), c * dW + rows)
-        tied = m.tie_word_embeddings
+        logits = 2 * inputs + 4 * dW + max(self.logits(True), c * dW + inputs)
+        at_head = {"embedding and head": c * self.head, "gathered": self.buffer}
+        at_head["activations"] = activations
+        at_head["logits and gradient of the head"] = logits
         # FSDP's reduction of it on one rank: a float32 copy, one more for the division, and the gradient of the packs
         # before. Several ranks hold less then than at the head. A tied one's comes when the activations are gone.
-        reduction = 3 * 4 * dW if self.num_shards == 1 else 0
+        reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 3 * 4 * dW}
         # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
         # with LoRA that of merged_weight.
         inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
-        whole = self.gathered(self.block) + (4 if self.lora else c) * m.hidden_size * m.intermediate_size
-        moments: dict[str, Items] = {
-            "the head": {"embedding and head": c * self.head, "gathered": self.buffer}
-            | {"activations": activations, "logits and gradient of the head": head},
-            "the reduction of its gradient": {"activations": activations * (not tied), "embedding and head": reduction},
-            "a block": {"activations": self.kept(m.num_hidden_layers - 1) + inner, "gathered": whole}
-            | {"embedding and head": c * (self.head + dW) if tied else 4 * dW},
-        }
-        states = self.states(gradients=True)
-        if self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and self.num_shards > 1:
-            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
-            moments["the next pack"] = {"gathered": c * count(self.shapes | self.trained)}
-        return {at: states | items for at, items in moments.items()}
+        last_matrix = (4 if self.lora else c) * m.hidden_size * m.intermediate_size
+        block = {"activations": self.kept(m.num_hidden_layers - 1) + inner}
+        block["gathered"] = self.gathered(self.block) + last_matrix
+        block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
+        rows = _rows("train", "the head", states, at_head)
+        rows += _rows("train", "the reduction of its gradient", states, reduction)
+        rows += _rows("train", "a block", states, block)
+        if deferred:
+            rows += _rows("train", "the next pack", states, {"gathered": c * count(self.shapes | self.trained)})
+        return rows
 
-    def score(self) -> dict[str, Items]:
+    def score(self) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
         (model.Reference)."""
         m, c = self.model, self.precision
         states = self.states()
         if self.teacher:  # its largest parts are gathered with a buffer
             shapes = dict(self.teacher.tensor_shapes())
-            numbers = self.rows(shapes) + 2 * (count(shapes, "embed_tokens") + count(shapes, "model.layers.0."))
-            states["teacher"] = c * numbers
+            gathered = count(shapes, "embed_tokens") + count(shapes, "model.layers.0.")
+            states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
         inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
-        whole = self.gathered(self.block) + c * m.hidden_size * m.intermediate_size * self.lora  # merged_weight
         ends = c * self.head
-        moments: dict[str, Items] = {
-            "a gather": {"gathered": self.gather}
-            | {"activations": 4 * self.tokens * m.hidden_size * (self.num_shards > 1 or not m.tie_word_embeddings)},
-            "a block": {"embedding and head": ends * m.tie_word_embeddings, "gathered": whole}
-            | {"activations": inner * self.tokens},
-            "the head": {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
-            | {"activations": 2 * c * self.tokens * m.hidden_size},
-        }
-        return {at: states | items for at, items in moments.items()}
+        gather = {"gathered": self.gather}
+        if self.num_shards > 1 or not m.tie_word_embeddings:
+            gather["activations"] = 4 * self.tokens * m.hidden_size
+        block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
+        if self.lora:
+            block["gathered"] += c * m.hidden_size * m.intermediate_size  # merged_weight
+        if m.tie_word_embeddings:
+            block["embedding and head"] = ends
+        at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
+        at_head["activations"] = 2 * c * self.tokens * m.hidden_size
+        rows = _rows("score", "a gather", states, gather)
+        rows += _rows("score", "a block", states, block)
+        rows += _rows("score", "the head", states, at_head)
+        return rows
 
     @property
     def kv_bytes(self) -> float:
@@ -272,39 +301,49 @@ class Plan:
         share = self.cfg.policy.generation.vllm_cfg.gpu_memory_utilization
         return share * (self.gpu_bytes or 0) - sum(self.engine.values())
 
-    def generate(self) -> Items:
+    def generate(self) -> list[Row]:
         """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
         a split job no trainer is on this GPU."""
         num_generators = self.cfg.policy.generation.num_generators
-        items = self.engine | {"KV cache": max(0, self.kv_cache)}
+        items = dict(self.engine)
+        items["KV cache"] = max(0, self.kv_cache)
         if not num_generators:
-            items |= self.states() | {"canary's forward": self.gather * self.trains}
+            items.update(self.states())
+            if self.trains:
+                items["canary's forward"] = self.gather
         if self.reward:  # its root is gathered whole, with the buffer of that
             shapes = dict(replace(self.reward, tie_word_embeddings=True).tensor_shapes())
             numbers = count(shapes) / (num_generators or self.num_gpus) + 2 * count(shapes, "embed_tokens")
             items["reward model"] = NUMBER[self.cfg.env.reward_model.precision] * numbers
-        return items
+        return _rows("generate", "", items)
 
     @property
     def woken(self) -> float:
         """Of the engine on this GPU, what wakes for a sync; a split job's engine is elsewhere."""
         return 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"] + RUNTIME
 
-    def sync(self) -> Items:
+    def sync(self) -> list[Row]:
         """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
         copied out of that (support.hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a
         vocabulary that it pads it never has, and what is sent of it waits for the end."""
         waits, several = self.vocab % 64 > 0, self.num_shards > 1
-        sent = 1 / self.num_shards if several and "weights" not in self.offloaded else 0
-        copies = 2 + sent * (not waits) if self.model.tie_word_embeddings else 2 + (several or waits) + sent
-        copies *= self.engine_precision * max(self.block, self.head)
-        return self.states() | {"engine's weights and graphs": self.woken, "gathered to send": copies}
+        copies = 2.0
+        if several and "weights" not in self.offloaded and not (self.model.tie_word_embeddings and waits):
+            copies += 1 / self.num_shards
+        if not self.model.tie_word_embeddings and (several or waits):
+            copies += 1
+        gathered = copies * self.engine_precision * max(self.block, self.head)
+        items = {"engine's weights and graphs": self.woken, "gathered to send": gathered}
+        return _rows("sync", "", self.states(), items)
 
     def host(self) -> Items:
         """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
         moments and reference are not pinned, and take less."""
-        whole, first = self.pinned(self.trained, 4), NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
-        pinned = {"weights": whole + self.pinned(self.shapes, self.precision) * self.lora, "gradients": whole}
+        whole = self.pinned(self.trained, 4)
+        first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+        pinned = {"weights": whole, "gradients": whole}
+        if self.lora:
+            pinned["weights"] += self.pinned(self.shapes, self.precision)
         pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
         if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
@@ -314,13 +353,30 @@ class Plan:
         return items
 
     @cached_property
+    def table(self) -> list[Row]:
+        """What holds memory at every moment of every phase."""
+        rows = [*self.generate(), *self.sync()]
+        if self.trains:
+            rows = [*self.train(), *self.score(), *rows]
+        always = {"CUDA and NCCL": CONTEXT}
+        if self.others:
+            always["other processes"] = self.others
+        moments = dict.fromkeys((row.phase, row.moment) for row in rows)
+        for phase, moment in moments:
+            rows += _rows(phase, moment, always)
+        return rows
+
+    @cached_property
     def phases(self) -> dict[str, tuple[str, Items]]:
         """Phase -> its largest moment, and what holds memory then."""
-        phases = {"train": self.train(), "score": self.score()} if self.trains else {}
-        phases |= {"generate": {"": self.generate()}, "sync": {"": self.sync()}}
-        largest = {phase: max(its.items(), key=lambda m: sum(m[1].values())) for phase, its in phases.items()}
-        always = {"CUDA and NCCL": CONTEXT} | ({"other processes": self.others} if self.others else {})
-        return {p: (at, items | always) for p, (at, items) in largest.items()}
+        moments: dict[tuple[str, str], Items] = {}
+        for row in self.table:
+            moments.setdefault((row.phase, row.moment), {})[row.item] = row.size
+        phases: dict[str, tuple[str, Items]] = {}
+        for (phase, moment), items in moments.items():
+            if phase not in phases or sum(items.values()) > sum(phases[phase][1].values()):
+                phases[phase] = moment, items
+        return phases
 
     def size(self, phase: str) -> float:
         return sum(self.phases[phase][1].values())
@@ -331,3 +387,7 @@ class Plan:
         needed = max(map(self.size, phases or self.phases)) - (most or self.gpu_bytes or math.inf)
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
         return max(needed, sequence - self.kv_cache if self.gpu_bytes else 0)
+
+
+def _rows(phase: str, moment: str, *parts: Items) -> list[Row]:
+    return [Row(phase, moment, item, size) for part in parts for item, size in part.items()]

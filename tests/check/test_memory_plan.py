@@ -275,8 +275,8 @@ def test_an_evaluation_has_no_canary_and_keeps_its_adapters():
     plan = large_plan("8B", 1, lora=32)
     scored = replace(plan, trains=False)
     left_out = ("moments", "canary's forward")
-    assert scored.generate() | dict.fromkeys(left_out, 0) == plan.generate() | dict.fromkeys(left_out, 0)
-    assert scored.generate()["canary's forward"] == 0 < plan.generate()["canary's forward"]
+    assert {row for row in plan.generate() if row.item not in left_out} == set(scored.generate())
+    assert {row.item for row in plan.generate()} >= {*left_out}
     assert "lora" not in memory_fit.problem(replace(scored, gpu_bytes=24 * GIB))
 
 
