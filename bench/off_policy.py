@@ -131,9 +131,10 @@ def table(cases: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
         cells["KL(sampler, policy), nats a sequence"].append(f"{kl:.4f}")
         truth = on_policy_gradient(policy, advantage)
         for name, options in CORRECTIONS.items():
-            each = gradients(policy, sampler, advantage, LossConfig(**options))
-            mean = (q[:, None, None] * each).sum(0)
-            spread = ((q[:, None, None] * (each - mean).square()).sum()).sqrt()
+            gradient = gradients(policy, sampler, advantage, LossConfig(**options))  # of each sequence
+            mean = (q[:, None, None] * gradient).sum(0)
+            variance = (q[:, None, None] * (gradient - mean).square()).sum()
+            spread = variance.sqrt()
             bias = (mean - truth).norm() / truth.norm()
             cells[name].append(f"{'0' if bias < 1e-10 else f'{bias:.1%}'} / {spread / truth.norm():.2f}")
     return "\n".join([*lines, *(f"| {name} | {' | '.join(row)} |" for name, row in cells.items())])

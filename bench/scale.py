@@ -133,7 +133,7 @@ def compute_seconds(shape: Shape, num_gpus: int) -> float:
 
 
 def total(collectives: list[Collective]) -> float:
-    return sum(each.seconds for each in collectives if each.name not in (SCORING, PICKLES))
+    return sum(collective.seconds for collective in collectives if collective.name not in (SCORING, PICKLES))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -144,9 +144,15 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.2g}"
 
 
-def cell(each: Collective) -> str:
-    unit, size = next(pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if each.num_bytes >= pair[1])
-    return f"{each.count:,}: {number(each.num_bytes / size)} {unit}, {number(1e3 * each.seconds)} ms"
+def cell(collective: Collective) -> str:
+    return f"{collective.count:,}: {size(collective.num_bytes)}, {number(1e3 * collective.seconds)} ms"
+
+
+def size(num_bytes: float) -> str:
+    for unit, bytes_of_unit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= bytes_of_unit:
+            return f"{number(num_bytes / bytes_of_unit)} {unit}"
+    return f"{number(num_bytes)} B"
 
 
 def collectives_table(name: str, columns: list[list[Collective]]) -> str:

@@ -106,7 +106,7 @@ class Side:
         records = [json.loads(file.read_text()) for file in self.wait_for(f"done_{self.steps}_{{}}.json")]
         record = max(records, key=lambda record: record["seconds"])
         for name in ("cpu_seconds", "peak_bytes"):
-            record[name] = sum(each[name] for each in records)
+            record[name] = sum(record_of_rank[name] for record_of_rank in records)
         parts = record["parts"]
         record["generation"], record["sync"] = parts["generation"], parts.get("sync", 0.0)
         record["training"] = record["seconds"] - record["generation"] - record["sync"]

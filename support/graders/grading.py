@@ -40,14 +40,19 @@ class Grading:
         self.stop = stop
         self.raised: list[str] = []
         # Environment -> number of a job in its pool -> (name, turn)
-        self.jobs: dict[str, dict[int, tuple[str, Turn]]] = {
-            name: {} for name, each in environments.items() if getattr(type(each), "step", None) is PoolEnvironment.step
-        }
-        self.whole_groups, self.special_tokens, self.leading = (
-            {name for name, each in environments.items() if getattr(each, attribute, False)}
-            for attribute in ("whole_groups", "special_tokens", "leads")
-        )
-        self.whole_groups -= self.jobs.keys()
+        self.jobs: dict[str, dict[int, tuple[str, Turn]]] = {}
+        self.whole_groups: set[str] = set()
+        self.special_tokens: set[str] = set()
+        self.leading: set[str] = set()
+        for name, environment in environments.items():
+            if getattr(type(environment), "step", None) is PoolEnvironment.step:
+                self.jobs[name] = {}
+            elif getattr(environment, "whole_groups", False):
+                self.whole_groups.add(name)
+            if getattr(environment, "special_tokens", False):
+                self.special_tokens.add(name)
+            if getattr(environment, "leads", False):
+                self.leading.add(name)
         self.threads: dict[str, SimpleQueue[tuple[Turns, ...]]] = {}  # environment -> what its thread is asked
         self.ended: SimpleQueue[Results | BaseException] = SimpleQueue()  # for `grade` to return, or raise
 
