@@ -40,7 +40,7 @@ def test_killed_and_resumed_it_is_the_unbroken_run(tmp_path, num_steps, changes)
     ours, theirs = (lines_of(each, "metrics.jsonl", "train/loss") for each in (folder, unbroken))
     records, others = (lines_of(each, "samples.jsonl", "train") for each in (folder, unbroken))
     assert max(line["train/logp_gap_max"] for line in ours) < 1e-4
-    numbers = [(step, index) for step in range(1, num_steps + 1) for index in 8 * [*range(8)]]
+    numbers = [(step, index) for step in range(1, num_steps + 1) for index in 4 * [*range(8)]]
     assert [(r["step"], r["index"]) for r in records] == numbers
     assert [r["row_id"] for r in records] == [r["row_id"] for r in others], "each prompt once"
     assert "timeout" not in {record["outcome"] for record in records}
@@ -51,7 +51,7 @@ def test_killed_and_resumed_it_is_the_unbroken_run(tmp_path, num_steps, changes)
             exact = {name: x for name, x in their.items() if name.startswith("train/")}
             assert exact == {name: our.get(name) for name in exact}
     secrets = set((tmp_path / "keys").read_text().split())
-    assert len(secrets) >= 64 * num_steps
+    assert len(secrets) >= 32 * num_steps
     for path in (path for work in works for path in work.rglob("*") if path.is_file()):
         content = path.read_bytes()
         assert not any(secret.encode() in content for secret in secrets), path
