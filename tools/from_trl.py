@@ -90,6 +90,12 @@ def _clips(v: Mapping[str, Any], made: Made) -> None:
     high = low if v["epsilon_high"] is None else number(v, "epsilon_high")
     made.keys["loss_fn.ratio_clip_min"] = min(low, 1.0)  # a ratio is never below 0
     made.keys["loss_fn.ratio_clip_max"] = high
+    if v["loss_type"] == "sapo":  # has a gate in place of the clip
+        made.keys["loss_fn.ratio_clip_min"] = 0.2
+        made.keys["loss_fn.ratio_clip_max"] = 0.2
+        made.keys["loss_fn.sapo_tau_positive"] = number(v, "sapo_temperature_pos")
+        made.keys["loss_fn.sapo_tau_negative"] = number(v, "sapo_temperature_neg")
+        return
     if v["loss_type"] == "cispo":  # TRL bounds the weight at epsilon_high itself, and not below
         made.keys["loss_fn.ratio_clip_min"] = 1.0
         made.keys["loss_fn.ratio_clip_max"] = high - 1
@@ -111,15 +117,15 @@ def _clips(v: Mapping[str, Any], made: Made) -> None:
 def _averages(v: Mapping[str, Any], made: Made) -> None:
     """What the loss is divided by."""
     loss, level = v["loss_type"], v["importance_sampling_level"]
-    if level == "sequence" and loss == "dapo":
-        made.refused["loss_type"] = (
-            "with importance_sampling_level=sequence the loss here averages over sequences: add loss_type=grpo"
+    if level == "sequence" and loss == "sapo":
+        made.refused["importance_sampling_level"] = (
+            "SAPO has a ratio per token here: add importance_sampling_level=token"
         )
     if level == "sequence" and loss == "cispo":
         made.refused["importance_sampling_level"] = (
             "CISPO has a ratio per token here: add importance_sampling_level=token"
         )
-    if v["mask_truncated_completions"] and loss in ("grpo", "dr_grpo", "luspo"):
+    if v["mask_truncated_completions"] and loss in ("grpo", "dr_grpo", "luspo", "sapo"):
         made.notes["mask_truncated_completions"] = (
             "TRL divides by all sequences, here by those that are not masked: the loss is larger by their ratio"
         )
@@ -130,17 +136,15 @@ def _averages(v: Mapping[str, Any], made: Made) -> None:
 
 
 def _reference_kl(v: Mapping[str, Any], made: Made) -> None:
-    """TRL multiplies k3 by p / old, with its gradient: kl_gradient=score_function, while p is the old policy."""
+    """TRL multiplies k3 by p / old, with its gradient: kl_gradient=policy_ratio. While p is the old policy that is
+    score_function, our default."""
     if not v["beta"] or not v["use_bias_correction_kl"]:
         return
     instead = "use_bias_correction_kl=false is the KL without that ratio, TRL's before 1.10"
-    if made.num_updates > 1:
-        made.refused["use_bias_correction_kl"] = (
-            f"TRL multiplies the KL by the ratio to the old policy, which is not 1 in the {made.num_updates} optimizer "
-            f"steps of a rollout, and the KL here has no such ratio; {instead}"
-        )
-    elif v["importance_sampling_level"] == "sequence":
+    if v["importance_sampling_level"] == "sequence":
         made.refused["use_bias_correction_kl"] = f"TRL multiplies the KL by the ratio of the sequence; {instead}"
+    elif made.num_updates > 1:
+        made.keys["loss_fn.kl_gradient"] = "policy_ratio"
 
 
 def _sampler_weights(v: Mapping[str, Any], made: Made) -> None:

@@ -67,18 +67,27 @@ def _clips(v: Mapping[str, Any], made: Made) -> None:
             key = f"{ACTOR}.clip_ratio"
         made.keys[f"loss_fn.ratio_clip_{ours}"] = number(v, key)
     made.keys["loss_fn.ratio_clip_min"] = min(made.keys["loss_fn.ratio_clip_min"], 1.0)  # a ratio is never below 0
-    if v[f"{ACTOR}.policy_loss.loss_mode"] != "vanilla":  # the others have no dual clip
+    mode = v[f"{ACTOR}.policy_loss.loss_mode"]
+    if mode not in ("vanilla", "dppo_tv"):  # the others have no dual clip
         made.keys["loss_fn.ratio_clip_c"] = None
+    if mode == "dppo_tv":  # its bounds are of probabilities
+        made.keys["loss_fn.dppo_mask_low"] = made.keys["loss_fn.ratio_clip_min"]
+        made.keys["loss_fn.dppo_mask_high"] = made.keys["loss_fn.ratio_clip_max"]
+    if mode == "sapo":
+        made.keys["loss_fn.sapo_tau_positive"] = number(v, f"{ACTOR}.tau_pos")
+        made.keys["loss_fn.sapo_tau_negative"] = number(v, f"{ACTOR}.tau_neg")
+    if mode in ("dppo_tv", "sapo"):  # the ratio is not clipped
+        made.keys["loss_fn.ratio_clip_min"] = 0.2
+        made.keys["loss_fn.ratio_clip_max"] = 0.2
 
 
 def _averages(v: Mapping[str, Any], made: Made) -> None:
     """What the loss is divided by."""
     mode, average = v[f"{ACTOR}.policy_loss.loss_mode"], v[f"{ACTOR}.loss_agg_mode"]
-    if mode == "gspo" and average == "token-mean":
-        made.refused[f"{ACTOR}.loss_agg_mode"] = (
-            "GSPO here averages over sequences, as verl's did up to 0.9.0 whatever this key said: add "
-            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
-        )
+    if mode in ("sapo", "geo_mean"):  # verl averages these over sequences whatever this key says
+        made.keys["loss_fn.token_level_loss"] = False
+        made.keys["loss_fn.loss_scale_factor"] = None
+        return
     if mode == "cispo" and average != "token-mean":
         made.refused[f"{ACTOR}.loss_agg_mode"] = (
             f"CISPO averages over tokens here: add {ACTOR}.loss_agg_mode=token-mean"
@@ -100,10 +109,13 @@ def _sampler_weights(v: Mapping[str, Any], made: Made) -> None:
         return
     low, high = _bounds(v[f"{CORRECTION}.rollout_is_threshold"])
     is_gspo = v[f"{ACTOR}.policy_loss.loss_mode"] == "gspo"
-    if is_gspo and level == "token":
+    if is_gspo and level == "token":  # a token's weight counts for its own gradient
+        made.keys["loss_fn.gspo_token"] = True
+        made.keys["loss_fn.importance_sampling_correction_level"] = "token"
+    if v[f"{ACTOR}.policy_loss.loss_mode"] == "geo_mean":
         made.refused[f"{CORRECTION}.rollout_is"] = (
-            "in verl's GSPO a token's weight counts for its own gradient, here for its sequence's; add "
-            f"{CORRECTION}.rollout_is=sequence, or {CORRECTION}.rollout_is=null"
+            "verl multiplies GMPO by the geometric mean of a sequence's weights, here each token has its own: add "
+            f"{CORRECTION}.rollout_is=null"
         )
     if low is None:
         kind = "tis" if level == "token" or is_gspo else "sequence-truncate"

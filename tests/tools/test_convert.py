@@ -335,7 +335,7 @@ def test_values_of_several_keys(tmp_path):
     assert cfg.loss_fn.ratio_clip_min == 1.0
     cfg, _ = ours("use_vllm=true", "vllm_importance_sampling_cap=2.0")
     assert cfg.loss_fn.truncated_importance_sampling_ratio == 2
-    refused = ["loss_type=sapo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=other"]
+    refused = ["loss_type=vespo", "reward_weights=[1.0,2.0]", "multi_objective_aggregation=other"]
     for word in [*refused, "scale_rewards=mean", "top_entropy_quantile=0.2", "importance_sampling_level=word"]:
         with pytest.raises(ConfigError) as error:
             ours(word)

@@ -544,7 +544,7 @@ def test_the_data_set_of_a_script(text, expected, tmp_path):
 
 
 ACTOR = "actor_rollout_ref.actor"
-OF_THE_LOSS = [("policy_loss.loss_mode", "clip_cov", "vanilla"), ("loss_agg_mode", "token-sum", "token-mean")]
+OF_THE_LOSS = [("policy_loss.loss_mode", "clip_cov", "vanilla"), ("policy_loss.loss_mode", "kl_cov", "vanilla")]
 
 
 @pytest.mark.parametrize(
