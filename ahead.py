@@ -1,8 +1,9 @@
 """Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
 
-A batch gets its step when it starts, however long it then takes: therefore long responses are trained as often as they
-are sampled, and none is older than max_age steps. A step waits for its own batch only; later batches stay in the
-engine, which goes on with them after each weight sync. docs/async.md compares this with other systems.
+A batch is due at a step when it starts, however long it then takes; dynamic sampling may train it earlier, never later.
+Therefore long responses are trained as often as they are sampled, and none is older than max_age steps. A step waits
+for its own batch only; later batches stay in the engine, which goes on with them after each weight sync. docs/async.md
+compares this with other systems.
 """
 
 from collections import deque
@@ -42,10 +43,12 @@ def draw_ahead(
     step: int,
     num_steps: int,
 ) -> tuple[list[Sample], Cursor]:
-    """Starts the batches of the next max_age steps, then returns this step's batch and the cursor after it."""
+    """Starts the batches of this step and of the next max_age, as far as they have not started; then returns this
+    step's batch and the cursor after it."""
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
     newest_records = {"records": cursor["records"]}  # metrics for a custom_dataloader
-    while len(in_flight) <= min(grpo.async_grpo.max_age, num_steps - step):
+    num_wanted = 1 + min(grpo.async_grpo.max_age, num_steps - step)
+    while len(in_flight) < num_wanted:
         before = in_flight[-1][1] if in_flight else cursor
         before = before | newest_records
         problems, after = mixture.draw(before, grpo.prompts_per_batch)

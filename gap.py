@@ -62,8 +62,9 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
     newest_R = micro.version_R == version
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
         # Keys of older weights stay in the cache of a sequence with older tokens: no weights give its logps.
-        num_old_R = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, 1.0 - newest_R.float())[micro.seq_R]
-        newest_R &= num_old_R == 0
+        is_old_R = ~newest_R
+        num_old_S = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, is_old_R.float())  # of each sequence
+        newest_R = newest_R & (num_old_S[micro.seq_R] == 0)
     return newest_R
 
 
@@ -115,7 +116,7 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, has_lo
 
 def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | None:
     """What is wrong with a step's gap, if anything. num_nonfinite: trained tokens whose sampler log-probability is not
-    finite. limit: grpo.logp_gap_limit; None: nothing is."""
+    finite. limit: grpo.logp_gap_limit; with None, no gap is a problem."""
     if limit is None:
         return None
     is_within = gap.mean <= limit  # NaN is not

@@ -153,13 +153,13 @@ def linear_loss(
     Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
-    is_filtered_twice = needs_unfiltered and options.sampling_filter is not None
+    needs_both = needs_unfiltered and options.sampling_filter is not None
     needs_grad = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     if options.path.kind == "one pass" and needs_grad:
-        assert not is_filtered_twice, options
+        assert not needs_both, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
     logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
-    if is_filtered_twice:
+    if needs_both:
         unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
     loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=True)

@@ -1,4 +1,5 @@
 """The numbers of a step, of its samples and of its loss, and how they are reduced over micro-batches and ranks.
+Validation has its own: support/run/validation.py.
 
 loss.py has the reduction rule. Never a mean of means (huggingface/trl#6380).
 """

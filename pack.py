@@ -304,7 +304,8 @@ def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
 
 
 def balance(parts: Sequence[Part], world_size: int) -> list[list[Part]]:
-    """The parts of each rank: longest first to the least loaded rank, ties to the lowest."""
+    """The parts of each rank: longest first to the least loaded rank; ties to the rank with the fewest
+    parts, then to the lowest."""
     shares: list[list[Part]] = [[] for _ in range(world_size)]
     heap = [(0, 0, rank) for rank in range(world_size)]  # (tokens, parts, rank)
     for part in sorted(parts, key=num_input_tokens, reverse=True):

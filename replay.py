@@ -48,7 +48,7 @@ class Replayed:
 
 
 def read_config(folder: Path, words: list[str]) -> Config:
-    """The config of the run that wrote `folder`. Every rank trains here, and none generates."""
+    """The config of the run that wrote `folder`, but with the default `colocated`: no rank generates alone."""
     cfg = reader.load(str(folder.parent.parent / "config.yaml"), words)
     generation = replace(cfg.policy.generation, colocated=ColocatedConfig())
     return replace(cfg, policy=replace(cfg.policy, generation=generation))

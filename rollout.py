@@ -34,7 +34,8 @@ VALIDATION = 0  # in place of the number of the step that trains a sample
 
 
 class State(Enum):
-    """Where a conversation stands. A reply goes from DRAWING to GRADING, and the conversation to DONE or to READY."""
+    """Where a conversation stands: READY, DRAWING, DRAWN, GRADING, then READY again or DONE. One that an agent leads is
+    in GRADING from its start until it is DONE."""
 
     READY = "its next reply can be asked for"
     DRAWING = "the engine draws a reply"
@@ -141,7 +142,8 @@ def seed_of(conversation: Conversation) -> int:
 
 def priority_of(conversation: Conversation) -> int:
     """The engine runs the lowest number first: the step that trains the sample, so the oldest step comes first. A
-    validation comes before all steps; 0 also takes the places of what runs (engine.py), which its first replies do."""
+    validation comes before all steps: its first replies have 0, which also evicts the running requests (engine.py), its
+    later replies and its agents a negative number."""
     if conversation.step != VALIDATION:
         return conversation.step
     if conversation.sample.is_led:

@@ -1,6 +1,6 @@
 """Every algorithm on the smoke task: same data, same steps, two seeds; a table of accuracy and seconds.
 
-    python bench/algorithms.py [--steps 150] [--seeds 1 2] [--out docs/algorithms.md] [NAME ...]
+    python bench/algorithms.py [--steps 150] [--seeds 1 2] [--out algorithms.md] [NAME ...]
 
 Runs `./train.sh configs/smoke.yaml` with each row's overrides, one after the other, and writes the table after each
 run, so that a cut run still counts. Accuracies are of the last validation (500 held-out problems, 4 samples each).
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", default=[], help=f"of {', '.join(ALGORITHMS)}; none = all")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/algorithms.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "algorithms.md")
     arguments = parser.parse_args()
     results: dict[tuple[str, int], dict] = {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
