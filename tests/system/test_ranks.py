@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from count_memory import differences, run_config
+from count_memory import differences
 from dist_case import PROMPTS, adapted_policy, alone, make_samples, packs_of, rank_share
 from hf_folders import FAMILIES, layout_of, make_hf_folder, make_pack
 from loop import train_once
@@ -32,8 +31,8 @@ from model import load_policy
 from pack import pack_samples
 from records import Problem
 from rollout import Sampler
-from support.check.rules import check_config
 from support.hf.weights import full_tensors, merged_weight
+from support.inputs.reader import load
 from support.inputs.tokenizer import Tokenizer
 from support.system.exchange import move_tokens
 from support.system.exits import host_name
@@ -379,13 +378,13 @@ def environment():
     return {name: os.environ[name] for name in (ALLOC, CUDA_ALLOC) if name in os.environ}
 
 
-def test_a_watchdog_ends_a_run_before_a_collective_does():
+def test_a_watchdog_ends_a_run_before_a_collective_does(monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
     limit = support.system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
     for name in ("min_seconds", "first_seconds"):
-        most = config.WatchdogConfig(**{name: limit - 1})
-        check_config(replace(run_config(), watchdog=most), 1)
-        with pytest.raises(ConfigError, match=rf"watchdog\.{name}=.* must be > 0, < {limit:.0f}"):
-            check_config(replace(run_config(), watchdog=config.WatchdogConfig(**{name: limit})), 1)
+        assert getattr(load("configs/smoke.yaml", [f"watchdog.{name}={limit - 1}"]).watchdog, name) == limit - 1
+        with pytest.raises(ConfigError, match=rf"watchdog\.{name}.*< {limit:.0f}"):
+            load("configs/smoke.yaml", [f"watchdog.{name}={limit}"])
 
 
 @pytest.mark.slow
