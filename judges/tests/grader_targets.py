@@ -66,7 +66,7 @@ def run(job):
             os._exit(0)
         return None
     if kind == "close all":
-        os.closerange(0, 64)
+        os.closerange(0, 4096)  # its socket has the number that it had in the test's process
         time.sleep(1000)
     if kind == "echo":
         return value

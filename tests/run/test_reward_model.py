@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -166,7 +165,9 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
             assert s.grade.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
     assert seen == scored and len({s.grade.reward for s in samples if s.prompt == 6}) == 3
     with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
-        strict = replace(sampler, max_error_fraction=0.1)
+        strict = Sampler(
+            engine, tokenizer, environments, ranks, max_error_fraction=0.1, score_conversations=reward_model.score
+        )
         strict.sample(list(enumerate(rows)), 3, options, (0,))
 
 
