@@ -1,6 +1,7 @@
 """Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
 
-A batch is due at a step when it starts, however long it then takes; dynamic sampling may train it earlier, never later.
+When a batch starts, it gets the step at which it is due, and keeps it however long its replies take. Dynamic sampling
+may train it earlier, never later.
 Therefore long responses are trained as often as they are sampled, and none is older than max_age steps. A step waits
 for its own batch only; later batches stay in the engine, which goes on with them after each weight sync. docs/async.md
 compares this with other systems.
@@ -76,8 +77,9 @@ class AheadSampler(Sampler):
         return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
 
     def _wait_for_others(self) -> None:
-        """Decodes for later steps until every engine has finished this step and so joined the all_reduce. It is only
-        polled: a rank waits in the next collective, where the watchdog sees it."""
+        """Decodes for later steps while other engines finish this one. The all_reduce completes once every engine has
+        joined it. It is polled, never waited for: a rank with nothing to decode returns and waits in the next
+        collective, where the watchdog sees it."""
         if not self.in_flight or self.ranks.dp_size == 1:
             return
         others = dist.all_reduce(torch.zeros(1), async_op=True)
@@ -88,7 +90,8 @@ class AheadSampler(Sampler):
                 self.engine.step()
 
     def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether all its replies have ended. A collective of all ranks that generate."""
+        """Group of a later step -> whether its first replies (of agents: its rollouts) have ended; further turns start
+        at their step. A collective of all ranks that generate."""
         under_way = [conversation for conversations, _ in self.in_flight for conversation in conversations]
         missing = torch.tensor([self._is_missing(conversation) for conversation in under_way], dtype=torch.int32)
         dist.all_reduce(missing)
@@ -99,15 +102,15 @@ class AheadSampler(Sampler):
         return is_whole
 
     def _is_missing(self, conversation: Conversation) -> bool:
-        """Whether this rank's engine still has to draw its reply."""
+        """Whether this rank's engine still draws its first reply, or its agent still works."""
         if not conversation.request_id or conversation.state is State.DONE:
             return False
         return conversation.request_id not in self.engine.unclaimed
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """Ages in steps, of first tokens; how many groups of later steps have all their replies (NeMo RL's buffer), and how
-    many do not. is_whole: of `groups_under_way`."""
+    """Ages in steps, of first tokens; how many groups of later steps have all their first replies (NeMo RL's buffer),
+    and how many do not. is_whole: of `groups_under_way`."""
     ages = [step - 1 - sample.weight_version for sample in trained]
     num_whole = sum(is_whole.values())
     return {

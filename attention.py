@@ -7,6 +7,8 @@
 
 A query sees the keys of its segment up to its own row: the last query sees all of them. docs/walkthrough.md has the
 picture of a real pack. Rotary positions are in the keys already, so attention needs none.
+
+Dims, beside those of grpo.py: M the keys of all segments, one after another; M = T where no segment has a prefix.
 """
 
 from dataclasses import dataclass
@@ -128,7 +130,8 @@ def packed_attention(
 def _flash_attention(
     query_TNH: Tensor, key_MKH: Tensor, value_MKH: Tensor, layout: PackLayout, scale: float | None, window: int | None
 ) -> Tensor:
-    """All segments in one call. A segment's last query sees its last key, so a window counts back from there."""
+    """All segments in one call. varlen_attn aligns a segment's last query with its last key, so both the causal order
+    and the window reach back through the segment into its prefix."""
     num_before = -1 if window is None else window - 1  # besides the query's own; -1: all
     bounds = (layout.cu_queries, layout.cu_keys, *layout.most)
     options = {"scale": scale, "window_size": (num_before, 0), **VARLEN_GQA}
@@ -144,7 +147,7 @@ def _attention_by_runs(
     parts = zip(
         query_TNH.split(queries_of_runs), key_MKH.split(keys_of_runs), value_MKH.split(keys_of_runs), strict=True
     )
-    mask_size = 1 << layout.most[1].bit_length()
+    mask_size = 1 << layout.most[1].bit_length()  # a power of two, so that few packs need another mask
     outs = []
     for (count, queries, keys), run in zip(layout.runs, parts, strict=True):
         query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in run)
@@ -158,7 +161,7 @@ def _attention_by_runs(
     return torch.cat(outs)
 
 
-@lru_cache(maxsize=2)  # a model has at most two windows; every mask for fewer queries than keys is a slice
+@lru_cache(maxsize=2)  # a model has at most two windows; the mask of a run is a slice of one
 def _visible(size: int, window: int | None, device: torch.device) -> Tensor:
     """[query, key]: whether a query sees a key, where both count from the first key."""
     visible = torch.ones(size, size, dtype=torch.bool, device=device).tril()

@@ -4,14 +4,15 @@ A sampled token has two log-probabilities: the engine's, from when it drew the t
 weights they differ by rounding only. A larger gap means that one of the two computes another policy: weights that the
 sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. Training on such tokens looks healthy.
 
-The gap of a step belongs to the weights that drew its tokens: those at the start of the step. It is measured
+The gap of a step is measured with the weights at its start. Without grpo.async_grpo these drew all its tokens; with it,
+only the tokens that they drew are measured. It is measured
 
-    in the loss            `loss_and_gap`, where old_logp_R, or a first forward, has these weights
-    before the loss        `gap_before_training`, with grpo.async_grpo: only tokens of the newest weights count
+    in the loss            `loss_and_gap`: old_logp_R, or the first forward of the step, has these weights
+    before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
 
-`gap_problem` holds it to grpo.logp_gap_limit; `optim.judge_step` then discards the update. docs/faq.md#logp_gap_grows
-tells what to do.
+`gap_problem` holds it to grpo.logp_gap_limit. `optim.judge_step` then discards the update, and stops the run after more
+than grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
 """
 
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
         # Keys of older weights stay in the cache of a sequence with older tokens: no weights give its logps.
         is_old_R = ~newest_R
-        num_old_S = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, is_old_R.float())  # of each sequence
-        newest_R = newest_R & (num_old_S[micro.seq_R] == 0)
+        num_old = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, is_old_R.float())  # by number of the sequence
+        newest_R = newest_R & (num_old[micro.seq_R] == 0)
     return newest_R
 
 
@@ -82,8 +83,8 @@ def loss_and_gap(
     if with_metrics:
         with torch.no_grad():
             logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
-            has_logp_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
-            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, has_logp_R)
+            kept_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
+            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, kept_R)
     return loss, metrics
 
 
@@ -99,11 +100,12 @@ def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOCo
     return Gap.of(reduce_over_ranks(sums))
 
 
-def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, has_logp_R: Tensor | None = None) -> Metrics:
-    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's."""
+def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_R: Tensor | None = None) -> Metrics:
+    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's, at the start of the step.
+    kept_R: the tokens that top_p and top_k keep under the current weights, where these have moved."""
     measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & (logp_R != -torch.inf)
-    if has_logp_R is not None:
-        measured_R = measured_R & has_logp_R
+    if kept_R is not None:
+        measured_R = measured_R & kept_R
     if newest_R is not None:
         measured_R = measured_R & newest_R
     count = measured_R.sum()

@@ -17,7 +17,7 @@ No option of the loss is listed here. `choose_loss_path` probes the loss at star
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
 these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
 
-Dims, beside those of grpo.py: K the two statistics of a row, logp and entropy.
+Dims, as in grpo.py, but K is the two statistics of a row, logp and entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,8 @@ from kernels.filter import SamplingFilter
 from kernels.matmul import wide_dtype
 from loss import Metrics
 
-# A metric: the relative error of the derivatives used. 0 if the loss does not couple tokens.
+# A metric: the relative error of the derivatives that one pass used, at most MAX_DEVIATION if the loss does not couple
+# tokens; 0 with two passes.
 DEVIATION = "one_pass_deviation_max"
 MAX_DEVIATION = 1e-6  # float sums in another order stay below
 
@@ -149,8 +150,10 @@ def linear_loss(
     hidden_RD, weight_VD, target_R, precision: as `linear_logp`; differentiable once in the first two.
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
     If the loss has a gradient there, that counts in `DEVIATION` too.
-    needs_unfiltered: with a sampling_filter, loss_of gets the log-probabilities without it as well: two passes alone.
-    Memory: a chunk of logits in float32 (twice with torch), dX, and dW, which is in float32 until backward.
+    needs_unfiltered: loss_of also gets unfiltered_logp_R, without the sampling_filter, as the KL compares these. In
+    two passes alone.
+    Memory of one pass: a chunk of logits in float32 (twice with torch), and both gradients; the weight's is in float32
+    until backward.
     """
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
     needs_both = needs_unfiltered and options.sampling_filter is not None
@@ -179,8 +182,10 @@ class _OnePass(torch.autograd.Function):
             grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape)
         if need_weight:
             grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
+            # The first chunk writes the gradient of each id, and later ones add to it. PyTorch's chunks have no columns
+            # for rows of padding; without a row that has a gradient there is no chunk. What is not written is 0.
             num_written = 0
-            if num_grad_rows:  # PyTorch's chunks have no columns beyond the vocabulary
+            if num_grad_rows:
                 num_written = len(weight_VD) if options.vocab is None else options.vocab
             grad_weight_VD[num_written:] = 0
         stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)
@@ -329,7 +334,7 @@ class ProbePack:
         return replace(self, stats_KR=self.stats_KR + push_K1 * is_moved_R)
 
     def taken(self, row_M: Tensor) -> "ProbePack":
-        """The pack of the tokens row_M. From 24 tokens on they are others' sequences."""
+        """The pack of the tokens row_M. Each 24 tokens after the first count as a copy with sequences of its own."""
         arguments = {name: x[row_M] if torch.is_tensor(x) else x for name, x in self.arguments.items()}
         copy_M = torch.arange(len(row_M)) // NUM_PROBE_TOKENS
         arguments["seq_R"] = arguments["seq_R"] + 99 * copy_M
@@ -337,8 +342,8 @@ class ProbePack:
 
 
 def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[ProbePack]:
-    """Packs of 24 tokens, with log-ratios from small to large: four interleaved sequences of unlike length and share of
-    positive tokens, advantages of both signs and 0, some tokens masked."""
+    """Packs of 24 tokens, with log-ratios from small to large: four sequences of 4, 8, 4 and 8 tokens, back to
+    back, with unlike shares of positive tokens, advantages of both signs and 0, some tokens masked."""
     generator = torch.Generator().manual_seed(0)
     token_R = torch.arange(NUM_PROBE_TOKENS)
     seq_R = token_R // 12 * 2 + (token_R % 12 > 3)

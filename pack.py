@@ -17,6 +17,7 @@ A pack of a prompt with two responses, as in docs/walkthrough.md, which has the 
     target_R     9, 3              and 8, 6
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from heapq import heapreplace
@@ -122,8 +123,8 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float | list[float]], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout. A collective: the tokens move to the ranks that train on them, and those of
-    the samples that are logged to rank 0."""
+    """This rank's minibatches of a rollout. A collective: the tokens of each sample move to the rank that trains on it;
+    rank 0 also gets those of the first num_samples_to_log samples, for the log."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
     for sample, adv in zip(samples, adv_B, strict=True):
@@ -169,8 +170,9 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
 def needs_old_logps(cfg: Config) -> bool:
     """Whether log-probabilities at the start of the step need a forward of their own.
 
-    A single optimizer step per rollout needs none: its training forward runs that same policy, so the ratio is exactly
-    1. With more steps the policy moves, but old_logprobs=sampler compares with the sampler.
+    With one optimizer step per rollout, the training forward runs the policy of the start, and the ratio is exactly 1:
+    none is needed. It is where the policy moves between optimizer steps, or the gap is measured before the step
+    (async_grpo), unless old_logprobs=sampler; and always for seq_logprob_error_threshold.
     """
     per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
     policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
@@ -211,7 +213,7 @@ def mask_disagreements(micro: MicroBatch, threshold: float) -> Metrics:
         sampler_logp_R=micro.sampler_logp_R,
         seq_R=micro.seq_R,
         threshold=threshold,
-        correct_R=micro.reward_R == 1,  # after scaling and shaping
+        correct_R=micro.reward_R == 1,  # after scaling and shaping, with which few are exactly 1
     )
     return metrics
 
@@ -299,7 +301,9 @@ def _load_of_busiest(shares: Sequence[Sequence[Part]]) -> int:
 def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
     """The group in about `num_parts` equal parts of <= `max_tokens` input tokens."""
     lengths = [sample.num_output_tokens - 1 for sample in group]
-    room = min(max_tokens - len(group[0].prompt_ids), max(-(-sum(lengths) // num_parts), *lengths))
+    most = max_tokens - len(group[0].prompt_ids)
+    even_share = math.ceil(sum(lengths) / num_parts)
+    room = min(most, max(even_share, *lengths))
     return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
 
@@ -355,11 +359,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a sample lies. head: the segment that begins with its prompt. response: a segment of its own, or None where
-    the response follows the prompt. source: the place of its first output id among those of all samples."""
+    """Where a sample lies. first: the segment that begins with its prompt. response: a segment of its own, or None
+    where the response follows the prompt. source: the place of its first output id among those of all samples."""
 
     sample: Sample
-    head: Segment
+    first: Segment
     response: Segment | None
     source: int
 
@@ -370,20 +374,20 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
     First whole sequences and shared prompts, longest first; then the responses to the prompts. Equal shapes are
     neighbours, which CPU attention computes in one call.
     """
-    heads = [(_head_of(part), part, source) for part, source in zip(parts, sources, strict=True)]
-    heads.sort(key=lambda head: -len(head[0].ids))
+    firsts = [(_first_segment(part), part, source) for part, source in zip(parts, sources, strict=True)]
+    firsts.sort(key=lambda first: -len(first[0].ids))
     responses: list[Segment] = []
     placed: list[Placed] = []
-    for number, (head, part, source) in enumerate(heads):
+    for number, (first, part, source) in enumerate(firsts):  # they lie first: the number is that of the segment
         for sample in part:
             response = None
             if len(part) > 1 and sample.num_output_tokens > 1:  # a response of one id has no input
                 response = Segment(sample.output_ids[:-1].astype(np.int64), number, len(sample.prompt_ids))
                 responses.append(response)
-            placed.append(Placed(sample, head, response, source))
+            placed.append(Placed(sample, first, response, source))
             source += sample.num_output_tokens
     responses.sort(key=lambda segment: (-segment.first_position, -len(segment.ids)))
-    segments = [head for head, _, _ in heads] + responses
+    segments = [first for first, _, _ in firsts] + responses
     start = 0
     for segment in segments:
         segment.start = start
@@ -391,7 +395,7 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
     return segments, placed
 
 
-def _head_of(part: Part) -> Segment:
+def _first_segment(part: Part) -> Segment:
     """A shared prompt, or the inputs of a sequence that shares none."""
     prompt_ids = part[0].prompt_ids
     for sample in part:
@@ -419,18 +423,18 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
     """The columns of a pack for the sampled ids of its sequence `number`."""
     sample = placed.sample
     sampled = np.flatnonzero(sample.mask)
-    prompt_end = placed.head.start + len(sample.prompt_ids)
+    prompt_end = placed.first.start + len(sample.prompt_ids)
     response_start = placed.response.start if placed.response else prompt_end
-    num_advs = len(sampled)
+    repeats = len(sampled)  # one advantage for all sampled ids
     if isinstance(sample.advantage, list):
-        num_advs = sample.turn_tokens
+        repeats = sample.turn_tokens  # one for each turn
     return {
         # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
         "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,
         "target_R": sample.output_ids[sampled].astype(np.int64),
         "sampler_logp_R": sample.sampler_logps[sampled].astype(np.float32),
         "version_R": sample.versions[sampled].astype(np.int64),
-        "adv_R": np.repeat(np.float32(sample.advantage), num_advs),
+        "adv_R": np.repeat(np.float32(sample.advantage), repeats),
         "seq_R": np.full(len(sampled), number),
         "reward_R": np.full(len(sampled), sample.grade.reward, np.float32),
         "source_R": (placed.source + sampled).astype(np.int32),

@@ -4,9 +4,10 @@
     .venv/bin/torchrun --nproc_per_node=2 replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
 
 A run with logger.dump_rollouts saves the samples of a step before it trains (support/run/dump.py has the format). This
-command reads them, the run's config.yaml and the checkpoint before the step; trains the step by `grpo.update`, as the
-run did; and prints each metric that differs from what the run logged. With the same config, on a CPU and as many ranks
-as trained the step, none does: everything is bitwise identical. It starts no engine and writes nothing.
+command reads them, the run's config.yaml, and the checkpoint before the step (for step 1 the model folder). It trains
+the step by `grpo.update`, as the run did, and prints each metric that differs from what the run logged. With the same
+config, on a CPU and as many ranks as trained the step, none does: everything is bitwise identical. It starts no engine
+and writes nothing.
 """
 
 import json
@@ -48,7 +49,7 @@ class Replayed:
 
 
 def read_config(folder: Path, words: list[str]) -> Config:
-    """The config of the run that wrote `folder`, but with the default `colocated`: no rank generates alone."""
+    """The config of the run that wrote `folder`, as a job whose ranks all train: a replay generates nothing."""
     cfg = reader.load(str(folder.parent.parent / "config.yaml"), words)
     generation = replace(cfg.policy.generation, colocated=ColocatedConfig())
     return replace(cfg, policy=replace(cfg.policy, generation=generation))
@@ -135,11 +136,13 @@ def main() -> int:
     """Replays the folder of the command line. Returns the exit code, as grpo.py's."""
     try:
         words = sys.argv[1:]
-        if not words or not Path(words[0], "meta.json").is_file():
+        if not words:
             raise ConfigError(USAGE)
+        if not Path(words[0], "meta.json").is_file():
+            raise ConfigError(f"{words[0]}: no dump of a step, for it has no meta.json; {USAGE}")
         folder = Path(words[0]).absolute()
         cfg = read_config(folder, words[1:])
-        ranks, device = start_process_group(1)
+        ranks, device = start_process_group(tp_size=1)
         replayed = replay(folder, cfg, ranks, device)
         ranks.print_rank0(compare(folder.parent.parent, replayed.step, replayed.metrics))
         code, reason = 0, f"replayed step {replayed.step}"

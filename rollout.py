@@ -46,7 +46,8 @@ class State(Enum):
 
 class Conversation:
     """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
-    observations from the environment (mask False, log-probability 0). step: the step that trains it, or VALIDATION."""
+    observations from the environment (mask False, log-probability 0). step: the step at which
+    its batch is due (dynamic sampling may train it earlier), or VALIDATION."""
 
     def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
@@ -214,8 +215,8 @@ class Sampler(AbstractContextManager):
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Sample]:
-        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the step that
-        trains them."""
+        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the step at
+        which they are due."""
         conversations = self.start(prompts, num_samples, options, seed_key, step)
         return self.finish(conversations)
 
@@ -290,7 +291,8 @@ class Sampler(AbstractContextManager):
         stop = None
         self.grading.raised.clear()
         try:
-            self._converse([conversation for conversation in conversations if conversation.request_id])
+            started_here = [c for c in conversations if c.request_id]  # "" where another engine draws the sample
+            self._converse(started_here)
         except (Interrupted, StopRun) as error:
             stop = error
             self.engine.abort()
@@ -305,7 +307,7 @@ class Sampler(AbstractContextManager):
         """The samples of all ranks in their order, with the reward model's scores."""
         for conversation in conversations:
             if not isinstance(self.environments[conversation.problem.env_name], envs.RewardModelEnv):
-                conversation.sample.messages = []  # only the reward model reads them
+                conversation.sample.messages = []  # from here on only the reward model reads them
         samples = [conversation.sample for conversation in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         self._score_by_model(samples)
@@ -330,7 +332,7 @@ class Sampler(AbstractContextManager):
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done)."""
-        for name in self.grading.leading:
+        for name in self.grading.leading:  # agents' deadlines leave out the time that the engine slept
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         while any(conversation.state is not State.DONE for conversation in conversations):
             turns = self._collect_replies(conversations)
@@ -366,15 +368,16 @@ class Sampler(AbstractContextManager):
     def _collect_results(self, conversations: list[Conversation], turns: dict[str, list[Turns]]) -> None:
         """Has these turns graded, and takes the results that are there; waits for one if there is nothing else to do.
         One rank of an engine grades for all of them, because a deadline might give two ranks two verdicts."""
-        graded = {c.request_id: c for c in conversations if c.state is State.GRADING}
-        graded |= self.led_by_agent
-        if not graded:
+        awaited = {c.request_id: c for c in conversations if c.state is State.GRADING}
+        awaited |= self.led_by_agent  # of later steps too: their results arrive now
+        if not awaited:
             return
+        # An idle engine may have ended a reply that `_collect_replies` has not taken yet.
         is_drawing = any(conversation.state is State.DRAWING for conversation in conversations)
         must_wait = self.engine.is_idle and not is_drawing and not self.led_by_agent
         results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
         for request_id, result in results.items():
-            conversation = graded[request_id]
+            conversation = awaited[request_id]
             if self.led_by_agent.pop(request_id, None):
                 result = self.endpoint.finish(request_id, conversation.sample, result, conversation.is_trained)
             conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
@@ -412,12 +415,14 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
     shares: list[list[Draw]] = [[] for _ in range(num_engines)]
     for prompt, problem in sorted(prompts, key=lambda p: (p[1].env_name not in whole, -len(p[1].prompt_ids))):
         num_parts = min(num_samples, num_engines)
-        # Each further engine computes the prompt again, at most at a new token's price. That may cost a quarter of a
-        # group's work, if replies have a quarter of max_new_tokens. Beyond, only idle engines help.
         if problem.env_name in whole:
             num_parts = 1
-        elif (num_parts - 1) * len(problem.prompt_ids) > num_samples * max_new_tokens / 16:
-            num_parts = max(1, min(num_parts, num_engines // len(prompts)))
+        else:
+            # Each further engine computes the prompt again, at most at a new token's price.
+            extra_tokens = (num_parts - 1) * len(problem.prompt_ids)
+            expected_tokens = num_samples * max_new_tokens / 4  # replies of a quarter of max_new_tokens
+            if extra_tokens > expected_tokens / 4:  # then only idle engines help
+                num_parts = max(1, min(num_parts, num_engines // len(prompts)))
         for part in range(num_parts):
             min(shares, key=len).extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
     return shares
@@ -428,8 +433,9 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """trained: the samples of at most num_prompts_per_step prompts, numbered from 0. generated: these and the discarded
-    samples. cursor: the data cursor after the drawn prompts. metrics: of the sampling."""
+    """trained: copies of the samples of at most num_prompts_per_step prompts, numbered from 0. generated: all drawn
+    samples, with the numbers that they were drawn by. cursor: the data cursor after the drawn prompts.
+    metrics: of the sampling."""
 
     trained: list[Sample]
     generated: list[Sample]
@@ -443,7 +449,8 @@ def sample_step(
     """The samples to train on, with shaped rewards and after the overlong filter; equal on all ranks.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
-    have unequal unshaped rewards; groups beyond what the step needs are discarded. Prompt numbers continue from batch
+    have unequal unshaped rewards; groups beyond what the step needs wait, in case that the chosen ones cannot be
+    trained, and are discarded at the end. Prompt numbers continue from batch
     to batch, so that no two samples of a step share a seed. If no sample of the step can be trained, say because all
     were cut, others are drawn.
 
