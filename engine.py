@@ -105,14 +105,16 @@ class Engine:
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
         self.stop_token_ids = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
-        self.stop_strings, self.tokenizer = cfg.policy.generation.stop_strings, tokenizer
+        self.stop_strings = cfg.policy.generation.stop_strings
+        self.tokenizer = tokenizer
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.dtype = getattr(torch, dtype)
         self.weight_version = -1
         # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
         # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
         overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
-        if max_positions := cfg.policy.hf_config_overrides.max_position_embeddings:
+        max_positions = cfg.policy.hf_config_overrides.max_position_embeddings
+        if max_positions:
             overrides["max_position_embeddings"] = max_positions
         # max_num_seqs: for each, vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and CUDA graphs.
         num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
@@ -152,7 +154,8 @@ class Engine:
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: vLLM 0.32.0 has a smaller logp gap", flush=True)
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
-        self.next_id, self.advances = count(), count(1)
+        self.next_id = count()
+        self.advances = count(1)
         self.asleep_since, self.seconds_asleep = time.monotonic(), 0.0  # the total: agents' deadlines do not count it
         # Unfinished request -> [(weight version, number of its first token), ...]
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
@@ -193,7 +196,8 @@ class Engine:
                 request["cache_salt"] = str(self.weight_version)
             self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
             self.versions_by_request[request_id] = [(self.weight_version, 0)]
-            if strings := (*(self.stop_strings or ()), *options.stop_strings):
+            strings = (*(self.stop_strings or ()), *options.stop_strings)
+            if strings:
                 # vLLM's own search needs transformers' tokenizer, and all text decoded
                 state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
                 ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, strings)
@@ -214,8 +218,11 @@ class Engine:
             self.abort()
             raise Interrupted
         ended = [request_id for request_id in self.step() if request_id in requests]
-        if lost := self.is_idle and [str(name) for key, name in requests.items() if key not in ended]:
-            raise StopRun(f"the engine has lost {len(lost)} requests: {'; '.join(lost[:3])}; resume from a checkpoint")
+        if self.is_idle:
+            lost = [str(name) for key, name in requests.items() if key not in ended]
+            if lost:
+                some = "; ".join(lost[:3])
+                raise StopRun(f"the engine has lost {len(lost)} requests: {some}; resume from a checkpoint")
         return ended
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -255,7 +262,8 @@ class Engine:
         sent: dict[str, int] = {}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
         if sent.keys() != self.param_names:
-            missing, unknown = sorted(self.param_names - sent.keys()), sorted(sent.keys() - self.param_names)
+            missing = sorted(self.param_names - sent.keys())
+            unknown = sorted(sent.keys() - self.param_names)
             raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}")
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
@@ -316,7 +324,8 @@ def reply_parsers() -> tuple[Callable, Callable, type]:
 
 
 def _completion(output, spans: list[tuple[int, int]]) -> Completion:
-    ids, flat = list(output.token_ids), output.logprobs
+    ids = list(output.token_ids)
+    flat = output.logprobs
     # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
     positions = zip(ids, flat.start_indices, flat.end_indices, strict=True)
     logps = [flat.logprobs[flat.token_ids.index(*position)] for position in positions]

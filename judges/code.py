@@ -16,11 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from . import sandbox
 from .code_text import MAX_PARSED_CHARS, completed, is_python, read_codes
-from .codec import near
+from .codec import Json, near
 from .sandbox import Limits
 
 MAX_TESTS_BYTES = 8 << 20  # of one problem
@@ -55,14 +54,14 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 )
 
 
-def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_tests(answer: str, fields: Mapping[str, Json]) -> dict[str, Json]:
     """The tests of a problem: {tests} for a program, or {test, entry_point, prompt} for a function.
 
     They are fields of the problem or, if it has neither `test` nor `tests`, of the JSON object in its answer. `prompt`
     counts only if it is Python, as in HumanEval, or a signature to which only the body is missing: it is put before
     the code, and the test may use what it defines. ValueError says what is wrong.
     """
-    source: Any = fields
+    source: Json | Mapping[str, Json] = fields
     if fields.get("test") is None and fields.get("tests") is None:
         with suppress(ValueError, RecursionError):  # an answer that is no JSON has no tests
             source = json.loads(answer)
@@ -91,7 +90,7 @@ def read_tests(answer: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"test": test, "entry_point": name, "prompt": prompt if is_code else ""}
 
 
-def are_cases(tests: Any, **types: type) -> bool:
+def are_cases(tests: Json, **types: type) -> bool:
     """Whether `tests` is a list of objects with fields of these types."""
     objects = isinstance(tests, list) and len(tests) > 0 and all(isinstance(case, dict) for case in tests)
     return objects and all(key in case and isinstance(case[key], types[key]) for case in tests for key in types)
@@ -114,7 +113,7 @@ def grade(job: dict) -> str:
     return judge(codes, tests, limits)
 
 
-def by_programs(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+def by_programs(codes: Sequence[str], tests: Mapping[str, Json], limits: Limits) -> str:
     """Runs the program once for each input."""
     deadline = time.monotonic() + limits.seconds
     for case in tests["tests"]:
@@ -147,7 +146,7 @@ def same_line(line: str, expected: str) -> bool:
     return True
 
 
-def by_test(codes: Sequence[str], tests: Mapping[str, Any], limits: Limits) -> str:
+def by_test(codes: Sequence[str], tests: Mapping[str, Json], limits: Limits) -> str:
     """Starts the judge, then the candidate, which runs when no process can look into the judge any more."""
     ends = requests_out, requests_in, responses_out, responses_in = *os.pipe(), *os.pipe()
     inherited = {"requests": requests_in, "responses": responses_out}

@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from .codec import Json
 
 MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_READINGS = 5  # of one block, and so many blocks
@@ -42,7 +44,7 @@ def completed(prompt: str) -> str | None:
     return with_body if is_python(with_body) else None
 
 
-def read_codes(reply: str, tests: Mapping[str, Any]) -> list[str]:
+def read_codes(reply: str, tests: Mapping[str, Json]) -> list[str]:
     """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
 
     Blocks that define the entry point come first; where there is none, those that print or import. Of those, blocks
@@ -86,7 +88,8 @@ def with_prompt(code: str, prompt: str) -> list[str]:
 def clean(code: str) -> str:
     """Without a byte order mark and a line that names the language."""
     code = code.removeprefix(BYTE_ORDER_MARK)
-    if line := LANGUAGE_LINE.match(code):
+    line = LANGUAGE_LINE.match(code)
+    if line:
         code = code[line.end() :]
     return code
 

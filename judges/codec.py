@@ -11,10 +11,12 @@ import math
 import os
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
+T = TypeVar("T")
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 TOLERANCE = 1e-6  # of decimal numbers, as most judges have it
 MAX_ANSWER_BYTES = 4 << 20  # of one value, or of a program's output
 MAX_PRINTED_BYTES = 1 << 18  # of what a call prints
@@ -57,7 +59,7 @@ RAISABLE = {"SystemExit": Left} | {
 }
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> Json:
     """A value as JSON: itself, or {type: content}. TypeError unless all of it is of exactly the types above: a subclass
     may define its own ==."""
     kind = type(value)
@@ -73,7 +75,7 @@ def encode(value: Any) -> Any:
     raise TypeError(f"a value of type {kind.__name__}")
 
 
-def decode(value: Any) -> Any:
+def decode(value: Json) -> object:
     """The value that `encode` was given. ValueError or TypeError for JSON that has no such value."""
     if type(value) is list:
         return [decode(item) for item in value]
@@ -87,7 +89,7 @@ def decode(value: Any) -> Any:
     raise ValueError(f"a value of kind {kind!r}")
 
 
-def same(value: Any, expected: Any) -> bool:
+def same(value: object, expected: Json) -> bool:
     """Whether a value that has crossed is the expected one, which is JSON: it has no keys but texts, and no tuples."""
     if type(expected) is dict and isinstance(value, dict) and len(value) == len(expected):
         texts = {key if type(key) is str else json.dumps(key): item for key, item in value.items()}
@@ -110,7 +112,7 @@ class Printed(io.TextIOWrapper):
     """Standard output of the candidate: the first MAX_PRINTED_BYTES until they are taken."""
 
     class Bytes(io.BytesIO):
-        def write(self, data: Any) -> int:
+        def write(self, data: bytes) -> int:
             super().write(data[: max(0, MAX_PRINTED_BYTES - self.tell())])
             return len(data)
 
@@ -162,12 +164,13 @@ class Proxy:
     """
 
     def __init__(self, requests: int, responses: int):
-        self.requests, self.responses = os.fdopen(requests, "w"), os.fdopen(responses, "rb")
+        self.requests = os.fdopen(requests, "w")
+        self.responses = os.fdopen(responses, "rb")
         self.calls = 0
         self.lost = False
         self.unsendable = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             request = json.dumps(encode([[*args], kwargs]))
         except (TypeError, ValueError, RecursionError) as error:
@@ -185,7 +188,8 @@ class Proxy:
             if printed:
                 print(printed, end="")  # where the test may wait for it
         except Exception:  # the candidate may have sent anything, or ended
-            kind, value = "bad", None
+            kind = "bad"
+            value = None
         if kind == "raised" and type(value) is list:
             raise next((RAISABLE[name] for name in value if type(name) is str and name in RAISABLE), Exception)
         if kind not in ("value", "coroutine"):
@@ -194,12 +198,12 @@ class Proxy:
         return returns(value) if kind == "coroutine" else value
 
 
-async def returns(value: Any) -> Any:
+async def returns(value: T) -> T:
     """A coroutine, for a test that awaits what the candidate's coroutine function gives."""
     return value
 
 
-def put_back(old: Any, new: Any) -> None:
+def put_back(old: Sequence | dict, new: Sequence | dict) -> None:
     """Makes arguments of the test what the candidate has made of its copies."""
     for key, value in old.items() if isinstance(old, dict) else enumerate(old):
         if isinstance(value, tuple):

@@ -194,10 +194,12 @@ def _after_words(text: str) -> str:
     if len(parts) < 2:
         return ""
     line = parts[-1].strip().partition("\n")[0][:MAX_LINE_CHARS]
-    if value := _BOLD_VALUE.search(line):
+    value = _BOLD_VALUE.search(line)
+    if value:
         return value[1]
     line = _unmarked(line)
-    if formula := re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line):
+    formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
+    if formula:
         return formula[1] or formula[2]
     return re.split(r"(?<=[^.\s])\.(?=\s|$)|, (?=[a-z])|; | because | since ", line, maxsplit=1)[0]
 
@@ -376,7 +378,8 @@ def _items(text: str) -> tuple[str, list[str]]:
     if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
         is_union = all(map(LESS.search, parts)) and not re.search("[,;]|and", text)
         return "cup" if is_union else "", parts
-    if len(union := split(text, r"\\cup(?![a-z])")) > 1:
+    union = split(text, r"\\cup(?![a-z])")
+    if len(union) > 1:
         return "cup", union
     brackets = _BRACKETS.fullmatch(text)
     inner = split(brackets[2], "[,;]") if brackets else []
@@ -411,15 +414,19 @@ def _named(parts: list[str]) -> list[tuple[str, str]]:
     name = ""
     for part in parts:
         part = part.lstrip("= ")
-        sides, match = _sides(part), _NAMED.fullmatch(part)
+        sides = _sides(part)
+        match = _NAMED.fullmatch(part)
         if _STEPS.search(part) or len(split(part, f"{GROUPED}|,")) > 1:
-            sides, match = [], None
+            sides = []
+            match = None
         if match and (is_word(match[1]) or not re.fullmatch("[a-z]{2,}", match[1])):  # xy = 1 is an equation
-            name, part = squeeze(match[1]), match[2]
+            name = squeeze(match[1])
+            part = match[2]
             if _is_circular(name, part):
                 name, part, sides = "", f"{name} = {part}", []
             elif len(parts) == 1 and name[0] + part[0] == "((":
-                names, values = split(match[1][1:-1], ","), split(part[1:-1], ",")
+                names = split(match[1][1:-1], ",")
+                values = split(part[1:-1], ",")
                 return [*zip(names, values, strict=True)] if len(names) == len(values) else [(name, part)]
         elif sides[1:] and (_LETTER.search(part) or "\\{" in part or len({*map(_content, sides)}) == 1):
             sides = []
@@ -442,7 +449,8 @@ def _content(text: str) -> str:
 
 def _same_value(one: str, other: str) -> bool:
     """Whether two texts without lists and names, not both of them plain numbers, are equal."""
-    gold, answer = quantity(one), quantity(other)
+    gold = quantity(one)
+    answer = quantity(other)
     if gold.unit != answer.unit and (gold.unit and answer.unit):
         return False
     if gold.unit != answer.unit and "degrees" in dict(gold.unit + answer.unit) and _ANGLE.search(one + other):
@@ -451,7 +459,8 @@ def _same_value(one: str, other: str) -> bool:
         return False
     if (gold.value, answer.value) != (one, other):
         return _same(gold.value, answer.value)
-    if based := _BASE.fullmatch(one):  # the answer may leave out the base that was asked for, but not choose another
+    based = _BASE.fullmatch(one)
+    if based:  # the answer may leave out the base that was asked for, but not choose another
         return based[1] == other or based.groups() == getattr(_BASE.fullmatch(other), "groups", tuple)()
     if _BASE.fullmatch(other) or _OPAQUE.search(one) or _OPAQUE.search(other):
         return False

@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .math_text import GROUPED, depth_of, split, squeeze
 
@@ -60,7 +60,7 @@ def can_be_read(text: str) -> bool:
     return is_short and is_flat and text.isascii() and bool(split(text, "(?!)"))
 
 
-def parse(text: str, words: Sequence[str]) -> Any:
+def parse(text: str, words: Sequence[str]) -> "sympy.Basic":
     """A sympy object that is not evaluated, without floats and with words as symbols. Raises anything if the text is no
     mathematics."""
     import sympy  # 1 s with math-verify: only where it is needed
@@ -90,7 +90,7 @@ def parse(text: str, words: Sequence[str]) -> Any:
     return tree
 
 
-def same_objects(one: Any, other: Any, gold: str, answer: str) -> bool:
+def same_objects(one: "sympy.Basic", other: "sympy.Basic", gold: str, answer: str) -> bool:
     """Whether two objects of sympy are equal: matrices, sets, relations or expressions."""
     import sympy
 
@@ -120,7 +120,7 @@ def same_objects(one: Any, other: Any, gold: str, answer: str) -> bool:
     return is_zero(difference, at, (one, other))
 
 
-def same_sets(one: Any, other: Any) -> bool:
+def same_sets(one: "sympy.Basic", other: "sympy.Basic") -> bool:
     """Objects without a value, by math-verify."""
     import sympy
     from math_verify import verify
@@ -133,7 +133,7 @@ def same_sets(one: Any, other: Any) -> bool:
     return verify(one, other, timeout_seconds=None, allow_set_relation_comp=allow)
 
 
-def same_relations(one: Any, other: Any, at: Sequence[Point]) -> bool:
+def same_relations(one: "sympy.Basic", other: "sympy.Basic", at: Sequence[Point]) -> bool:
     """Whether one is a multiple of the other: by a positive number, if it is an inequality."""
     if one.func != other.func:
         other = other.reversed
@@ -149,7 +149,7 @@ def same_relations(one: Any, other: Any, at: Sequence[Point]) -> bool:
     return is_zero(right - ratio.subs(at[0]) * left, at)
 
 
-def is_zero(difference: Any, at: Sequence[Point], sides: Sequence = ()) -> bool:
+def is_zero(difference: "sympy.Expr", at: Sequence[Point], sides: Sequence = ()) -> bool:
     """Whether it vanishes at the points where it is defined: exactly, or to 1,000 digits. Variables are positive if a
     side has no real value where they are not: ln x^2 is 2 ln x, and |x| is not x."""
     from sympy import I
@@ -172,11 +172,11 @@ def is_zero(difference: Any, at: Sequence[Point], sides: Sequence = ()) -> bool:
     return num_zero > 0 and 2 * num_defined > len(at)
 
 
-def value_at(tree: Any, point: Point) -> Any:
+def value_at(tree: "sympy.Basic", point: Point) -> "sympy.Basic":
     return tree.doit().evalf(15, subs=point, maxn=MAX_DIGITS)
 
 
-def is_null(value: Any) -> bool:
+def is_null(value: "sympy.Expr") -> bool:
     """Whether a number is 0 to all digits that it has."""
     return all(part == 0 or part._prec == 1 for part in value.as_real_imag())
 
@@ -200,7 +200,7 @@ def points(symbols: Sequence, texts: str) -> list[Point]:
     return found
 
 
-def has_size(tree: Any, point: Point) -> bool:
+def has_size(tree: "sympy.Basic", point: Point) -> bool:
     try:
         check_size(tree, point)
     except (TooLargeError, OverflowError):
@@ -208,7 +208,7 @@ def has_size(tree: Any, point: Point) -> bool:
     return True
 
 
-def check_size(tree: Any, point: Point) -> float:
+def check_size(tree: "sympy.Basic", point: Point) -> float:
     """Bits of the value of a tree at a point, roughly. TooLargeError if it, or a part of it, has too many."""
     if getattr(tree, "is_Integer", False):
         return int(tree).bit_length()

@@ -192,7 +192,8 @@ def number(text: str) -> Number | None:
     written = re.sub("[, ]", "", match["above"])
     power = int(match["e"] or match["ten"] or 0) - (2 if match["percent"] else 0)
     value = Fraction(f"{written}e{power}")
-    if below := int(match["below"] or 0):
+    below = int(match["below"] or 0)
+    if below:
         value = value / below + int(match["whole"] or 0) * Fraction(10) ** power
     return Number(-value if match["sign"] == "-" else value, bool(match["percent"]))
 
@@ -220,8 +221,11 @@ def _known(name: str) -> str | None:
 def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
     """The power of each name, and whether they may be forgiven; None if the text is no unit."""
     text = re.sub(r"([a-zA-Z]) (?:(squar)|cub)ed\b", lambda match: f"{match[1]}^{2 if match[2] else 3}", text)
-    unit, side, power = Counter(), 1, 1
-    is_plain, has_noun = True, False
+    unit = Counter()
+    side = 1
+    power = 1
+    is_plain = True
+    has_noun = False
     before = ""
     text = text.replace(r"\cdot", " ")
     tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢¥₹])(?:\^\{?(-?\d)\}?)?", text)

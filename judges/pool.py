@@ -21,9 +21,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import worker as worker_script
+from .codec import Json
 from .worker import ENDING, MAX_BYTES, kill_descendants
 
 MAX_JOBS = 20_000  # then a worker is replaced, because the libraries of a grader leak memory
@@ -42,14 +43,16 @@ class Graded(NamedTuple):
     """How a job ended: "ok" and the function's value, "timeout", or "error" and what happened."""
 
     outcome: str
-    value: Any = None
+    value: Json = None
     message: str = ""
 
 
 class Worker:
     """A worker process, seen from its owner: the process and this end of its socket."""
 
-    def __init__(self, target: str, first: Any, memory_mib: int | None, python: str = "", pass_env: Sequence[str] = ()):
+    def __init__(
+        self, target: str, first: Json, memory_mib: int | None, python: str = "", pass_env: Sequence[str] = ()
+    ):
         self.socket, worker_end = socket.socketpair()
         self.socket.setblocking(False)
         # -P: the folder of the script, which has a math.py and a code.py, is no place to look for modules.
@@ -77,7 +80,7 @@ class Worker:
         self.num_jobs = 0
         self.deadline = time.monotonic() + START_SECONDS
 
-    def pump(self) -> Any:
+    def pump(self) -> dict[str, Json] | None:
         """Sends and receives what the socket takes; returns a message once it is whole, else None. Raises
         ConnectionError if the worker is gone, TimeoutError if it is late, ValueError if it sent no JSON."""
         with suppress(BlockingIOError):
@@ -145,7 +148,7 @@ class GraderPool:
         num_workers: int,
         deadline_s: float,
         memory_mib: int | None,
-        first: Any = None,
+        first: Json = None,
         python: str = "",
         pass_env: Sequence[str] = (),
     ):
@@ -159,13 +162,13 @@ class GraderPool:
         atexit.register(self.close)
         self.stood_still = 0.0
         self.numbers = count()
-        self.waiting: deque[tuple[int, Any]] = deque()  # jobs that no worker has, by number
+        self.waiting: deque[tuple[int, Json]] = deque()  # jobs that no worker has, by number
         while not self.has_been_ready:
             self._wait({}, POLL_SECONDS)
         for _ in range(num_workers - 1):  # nobody waits for these to be ready
             self.workers.append(self._start_worker())
 
-    def grade(self, jobs: Sequence[Any]) -> list[Graded]:
+    def grade(self, jobs: Sequence[Json]) -> list[Graded]:
         """The outcome of each job, in order. Takes at most (jobs / workers) deadlines."""
         busy = [worker.job for worker in self.workers if worker.job is not None]
         assert not busy and not self.waiting, f"jobs {busy} and {len(self.waiting)} others are under way"
@@ -175,7 +178,7 @@ class GraderPool:
             graded |= self.poll(POLL_SECONDS)
         return [graded[number] for number in numbers]
 
-    def submit(self, job: Any) -> int:
+    def submit(self, job: Json) -> int:
         """Queues a job; returns its number, for `poll`."""
         number = next(self.numbers)
         self.waiting.append((number, job))

@@ -23,9 +23,12 @@ import sys
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from .codec import MAX_ANSWER_BYTES, Printed, Proxy, respond
+from .codec import MAX_ANSWER_BYTES, Json, Printed, Proxy, respond
+
+if TYPE_CHECKING:
+    import subprocess
 
 # Exit codes of a keeper, which the code inside cannot choose. Any other means that the keeper itself has failed.
 ENDED = 121
@@ -99,9 +102,15 @@ class Unavailable(OSError):
 
 
 def start(
-    mode: str, limits: Limits, *, stdin: Any = None, stdout: Any = None, fds: Sequence[int] = (), **job: Any
-) -> Any:
-    """The keeper (a subprocess.Popen) of a new process that runs `mode` (a key of MODES) with the arguments `job`.
+    mode: str,
+    limits: Limits,
+    *,
+    stdin: BinaryIO | int | None = None,
+    stdout: BinaryIO | int | None = None,
+    fds: Sequence[int] = (),
+    **job: Json,
+) -> "subprocess.Popen[bytes]":
+    """The keeper of a new process that runs `mode` (a key of MODES) with the arguments `job`.
 
     stdin, stdout: files or descriptors; None = empty, and a pipe. fds: other descriptors that the process inherits.
     """
@@ -122,7 +131,7 @@ def start(
         )
 
 
-def end(keeper: Any) -> int:
+def end(keeper: "subprocess.Popen[bytes]") -> int:
     """Ends the process if it still runs; returns the exit code of its keeper."""
     import subprocess
 
@@ -207,7 +216,7 @@ def main(descriptor: int) -> None:
     os._exit(TIMED_OUT if ended is None else ENDED if status == 0 else CRASHED)
 
 
-def libc(name: str, *args: Any) -> None:
+def libc(name: str, *args: int | bytes | None) -> None:
     """A call of the C library; OSError if it gives -1."""
     if getattr(LIBC, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in args)) == -1:
         number = ctypes.get_errno()
@@ -235,7 +244,8 @@ def enter_namespaces(readable: Sequence[str] = ()) -> None:
     shown = {library, "/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable}
     shown = sorted(path for path in shown if os.path.exists(path))
     sources = [os.path.realpath(path) for path in shown]
-    user, group = os.geteuid(), os.getegid()
+    user = os.geteuid()
+    group = os.getegid()
     network = 0 if readable else 0x40000000
     libc("unshare", 0x10000000 | 0x20000 | 0x20000000 | network | 0x08000000)  # CLONE_NEW USER, NS, PID, NET, IPC
     for name, text in (("setgroups", "deny"), ("uid_map", f"65534 {user} 1"), ("gid_map", f"65534 {group} 1")):
@@ -302,7 +312,8 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
     column, architecture = MACHINES[machine]
 
     def numbers(text: str) -> list[int]:
-        return [int(n) for pair in re.findall(r"\w+ (\d+|-) (\d+|-)", text) if (n := pair[column]) != "-"]
+        pairs = re.findall(r"\w+ (\d+|-) (\d+|-)", text)
+        return [int(pair[column]) for pair in pairs if pair[column] != "-"]
 
     load = 0x20  # BPF_LD
     leave = 0x06  # BPF_RET
@@ -351,7 +362,8 @@ def take_over(descriptor: int) -> int:
 def serve(codes: Sequence[str], name: str) -> None:
     """Answers the calls that `Proxy` sends, with the code's function `name`, or LeetCode's form of it: the method of a
     class Solution, on a new object for each call. What the code prints before the first call is lost."""
-    requests, responses = os.fdopen(take_over(0), "rb"), os.fdopen(take_over(1), "w")
+    requests = os.fdopen(take_over(0), "rb")
+    responses = os.fdopen(take_over(1), "w")
     sys.stdout = printed = Printed()
     names = load(codes, "candidate")
     if name in names:
@@ -359,7 +371,7 @@ def serve(codes: Sequence[str], name: str) -> None:
     else:
         solution = names["Solution"]
 
-        def function(*args: Any, **kwargs: Any) -> Any:
+        def function(*args: object, **kwargs: object) -> object:
             return getattr(solution(), name)(*args, **kwargs)
 
     for line in requests:

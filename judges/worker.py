@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 PACKAGE = "_judges"
 MAX_BYTES = 16 << 20  # of a job or a value
@@ -63,7 +62,7 @@ def answer(target: str, line: str | bytes) -> bytes:
     return payload + b"\n"
 
 
-def load(target: str) -> Callable[[Any], Any]:
+def load(target: str) -> Callable:
     """The function "module:name"; a module with a dot in front is one of this package."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module, PACKAGE), name)

@@ -105,7 +105,8 @@ class Rollout:
         self, request: Request, parent: Call | None, known: Sequence[Call], tokenizer: Tokenizer
     ) -> list[int]:
         """What is known of the messages stays as it was sampled; the template writes the rest."""
-        messages, tools = request.messages, request.tools
+        messages = request.messages
+        tools = request.tools
         if parent is None:
             return tokenizer.render(messages, tools, escape=True, max_tokens=self.max_tokens)
         reply_at = len(parent.links) - 1  # a link is the tools'
@@ -114,7 +115,8 @@ class Rollout:
         for call in known:
             if len(call.links) < len(parent.links):
                 before[len(call.links) - 1] = {"role": "assistant", "content": ""}
-        reply_ids, after = parent.completion.ids, messages[reply_at + 1 :]
+        reply_ids = parent.completion.ids
+        after = messages[reply_at + 1 :]
         return parent.ids + tokenizer.observation_ids(before, reply_ids, after, tools, max_tokens=self.max_tokens)
 
     def _free_seeds(self, prompt_ids: list[int], num_calls: int) -> list[int]:

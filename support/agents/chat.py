@@ -56,7 +56,8 @@ def _read_content(content: str | list[dict]) -> tuple[str, str]:
     """(text, thoughts) of a message's content, or of its parts."""
     if isinstance(content, str):
         return content, ""
-    texts, thoughts = [], []
+    texts = []
+    thoughts = []
     for part in content:
         kind = part["type"]
         if kind == "thinking":

@@ -188,7 +188,8 @@ class Endpoint:
 
     def _read(self, call: Call) -> Reply:
         """The reply as the client gets it; the call can now be gone on from."""
-        request, completion = call.request, call.completion
+        request = call.request
+        completion = call.completion
         ids = completion.ids.tolist()
         text = self._text_of(completion)
         found = [(text.index(string), string) for string in request.stop or () if string in text]

@@ -23,12 +23,14 @@ class Agent(PoolEnvironment):
     leads = True  # its conversations: the engine draws what it asks for
 
     def __init__(self, cfg: AgentConfig, kwargs: dict[str, Any], num_ranks: int):
-        self.cfg, self.kwargs = cfg, kwargs
+        self.cfg = cfg
+        self.kwargs = kwargs
         self.reward_names = cfg.reward_names
         for key, program in (("python", cfg.python), ("command", cfg.command and cfg.command[0])):
             if program and not shutil.which(program):
                 raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
-        if absent := [name for name in cfg.pass_env if name not in os.environ]:
+        absent = [name for name in cfg.pass_env if name not in os.environ]
+        if absent:
             fix = "set it where the run starts, or remove it here"
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
         try:

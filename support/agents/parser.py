@@ -49,7 +49,8 @@ class ReplyParser:
 
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed:
         """A reply that the parser cannot read, or a call that no client can be sent, stays text."""
-        reasoning, sampled = None, text
+        reasoning = None
+        sampled = text
         try:
             request = self.make_request(messages=[{"role": "user", "content": ""}], tools=tools)
             if self.reasoning_parser:
@@ -70,7 +71,8 @@ class ReplyParser:
         """As it was sampled, between the family's marks, and between them as templates of chat models write it."""
         if not reasoning:
             return ()
-        start, end = self.reasoning_parser.reasoning_start_str, self.reasoning_parser.reasoning_end_str
+        start = self.reasoning_parser.reasoning_start_str
+        end = self.reasoning_parser.reasoning_end_str
         content = content or ""
         forms = [sampled]
         if start and end:

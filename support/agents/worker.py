@@ -25,7 +25,8 @@ GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validatio
 
 def run(job: dict) -> Any:
     """What the agent gives, as JSON."""
-    function, kwargs = job["function"] and pkgutil.resolve_name(job["function"]), job["kwargs"]
+    function = job["function"] and pkgutil.resolve_name(job["function"])
+    kwargs = job["kwargs"]
     if "base_url" not in job:  # before the run: is the function there, and can it be called?
         if function:
             inspect.signature(function).bind(**_accepted(function, dict.fromkeys(GIVEN)), **kwargs)

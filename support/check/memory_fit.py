@@ -12,7 +12,8 @@ from support.check.rules import check_config
 
 Fixes = dict[str, object]  # a key -> its new value
 SPARE = 0.05  # of the GPU, which a fix leaves free where it can: the plan is not exact, and torch's segments have gaps
-FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
+FSDP = "policy.dtensor_cfg"
+VLLM = "policy.generation.vllm_cfg"
 LORA = f"{FSDP}.lora_cfg.enabled"
 OFFLOAD = "policy.offload_optimizer_for_logprob"
 SHARE = f"{VLLM}.gpu_memory_utilization"
@@ -36,7 +37,8 @@ def table(plan: Plan) -> str:
 def room(plan: Plan) -> str:
     """How many whole sequences the KV cache holds, and what to do if they are FEW: a decode step takes about as long
     for one sequence as for eight, since it reads all weights once."""
-    grpo, length = plan.cfg.grpo, plan.cfg.policy.max_total_sequence_length
+    grpo = plan.cfg.grpo
+    length = plan.cfg.policy.max_total_sequence_length
     drawn = -(-grpo.prompts_per_batch // plan.num_engines) * grpo.num_generations_per_prompt
     room = plan.kv_cache / plan.kv_bytes
     held = int(room // length)

@@ -149,9 +149,11 @@ class Plan:
         """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
         float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
         Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner)."""
-        m, c = self.model, self.precision
+        m = self.model
+        c = self.precision
         policy = self.cfg.policy
-        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
         # A prompt's keys and values are there once for each response that shares it (attention.packed_attention).
         new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
         prompt = policy.max_total_sequence_length - new
@@ -179,7 +181,8 @@ class Plan:
     def gather(self) -> float:
         """Bytes while embedding or head are gathered, with the blocks gathered then. One rank has no buffer for the
         gather, but with cpu_offload the shard as it came, and else a buffer for the cast."""
-        c, tied = self.precision, self.model.tie_word_embeddings
+        c = self.precision
+        tied = self.model.tie_word_embeddings
         if self.num_shards > 1:
             return self.gathered(self.head) + c * self.block * (2 if tied else 1)
         stored = c if self.lora else 4
@@ -209,8 +212,10 @@ class Plan:
 
     def train(self) -> list[Row]:
         """The moments of forward and backward at which most is held, from the second pack of a step on."""
-        m, c = self.model, self.precision
-        tied, several = m.tie_word_embeddings, self.num_shards > 1
+        m = self.model
+        c = self.precision
+        tied = m.tie_word_embeddings
+        several = self.num_shards > 1
         deferred = self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and several
         states = self.states(gradients=True)
         if deferred:
@@ -243,7 +248,8 @@ class Plan:
     def score(self) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
         (model.Reference)."""
-        m, c = self.model, self.precision
+        m = self.model
+        c = self.precision
         states = self.states()
         if self.teacher:  # its largest parts are gathered with a buffer
             shapes = dict(self.teacher.tensor_shapes())
@@ -251,7 +257,8 @@ class Plan:
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
-        queries, keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
         inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
         ends = c * self.head
         gather = {"gathered": self.gather}
@@ -272,7 +279,8 @@ class Plan:
     @property
     def kv_bytes(self) -> float:
         """Bytes of a token in the cache: keys and values of all layers; each rank has its share of the heads."""
-        m, tensor = self.model, self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        m = self.model
+        tensor = self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
         heads = max(1, m.num_key_value_heads / tensor)
         return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
 
@@ -286,7 +294,8 @@ class Plan:
         """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. Not yet measured: five
         matrices of logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl,
         docs/perf/perf_tuning.rst: 0.15 to 1)."""
-        m, generation = self.model, self.cfg.policy.generation
+        m = self.model
+        generation = self.cfg.policy.generation
         c = self.engine_precision
         tensor = generation.vllm_cfg.tensor_parallel_size
         vocab = -(-self.vocab // 64) * 64 * m.hidden_size
@@ -326,7 +335,8 @@ class Plan:
         """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
         copied out of that (support.hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a
         vocabulary that it pads it never has, and what is sent of it waits for the end."""
-        waits, several = self.vocab % 64 > 0, self.num_shards > 1
+        waits = self.vocab % 64 > 0
+        several = self.num_shards > 1
         copies = 2.0
         if several and "weights" not in self.offloaded and not (self.model.tie_word_embeddings and waits):
             copies += 1 / self.num_shards

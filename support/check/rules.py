@@ -201,7 +201,8 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
 
 def _dataset_problems(cfg: Config) -> Iterator[str]:
     """Each dataset names its rows, and has a name of its own."""
-    train, validation = cfg.data.train, cfg.data.validation
+    train = cfg.data.train
+    validation = cfg.data.validation
     split_off = tuple(dataset for dataset in train if dataset.split_validation_size)
     validates = cfg.grpo.val_period or cfg.grpo.val_at_start or cfg.grpo.val_at_end
     unset = (DatasetConfig(),)

@@ -148,7 +148,8 @@ class Grading:
         """The thread of an environment."""
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
-        asked, step = self.threads[env_name], self.environments[env_name].step
+        asked = self.threads[env_name]
+        step = self.environments[env_name].step
         while True:
             parts = asked.get()
             with suppress(Empty):

@@ -130,7 +130,8 @@ def bounds(name: str) -> str:
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(full key, value) of a config; the sections of a list are numbered if there are several."""
     for f in fields(section):
-        name, value = prefix + f.name, getattr(section, f.name)
+        name = prefix + f.name
+        value = getattr(section, f.name)
         if is_dataclass(value):
             yield from settings(value, f"{name}.")
         elif name in LISTS:

@@ -246,7 +246,8 @@ def _gym_messages(items: list[dict]) -> list[dict]:
     `reasoning_content` and `tool_calls`; the output of a call becomes a tool message, a developer the system."""
     messages: list[dict] = []
     for item in items:
-        role, kind = item.get("role"), item.get("type") or "message"
+        role = item.get("role")
+        kind = item.get("type") or "message"
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
             continue
@@ -257,12 +258,16 @@ def _gym_messages(items: list[dict]) -> list[dict]:
             raise DataError(f"responses_create_params.input: a chat cannot hold {kind}: remove it, or the row")
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        message, key, text = messages[-1], "content", _joined(item)
+        message = messages[-1]
+        key = "content"
+        text = _joined(item)
         if kind == "reasoning":
-            key, text = "reasoning_content", _joined(item, "summary") or text
+            key = "reasoning_content"
+            text = _joined(item, "summary") or text
         if text:
             message[key] = message.get(key, "") + text
-        if calls := [_tool_call(item)] if kind == "function_call" else item.get("tool_calls"):
+        calls = [_tool_call(item)] if kind == "function_call" else item.get("tool_calls")
+        if calls:
             message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
     return messages
 

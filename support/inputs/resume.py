@@ -66,7 +66,8 @@ def candidates(folder: Path, cfg: CheckpointingConfig) -> list[Path]:
     """The checkpoints in `folder` that may be loaded: the one that resume_step names, else all, newest first."""
     if cfg.resume_step is None:
         return checkpoints(folder)
-    kept, best = numbered(folder, "step_"), by_metric(folder, cfg.higher_is_better)
+    kept = numbered(folder, "step_")
+    best = by_metric(folder, cfg.higher_is_better)
     chosen = best[:1] if cfg.resume_step == "best" else [kept[n] for n in kept if n == int(cfg.resume_step)]
     if not chosen:
         steps = f"choose one of its steps ({', '.join(map(str, kept)) or 'none'}; with a metric: {len(best)})"
@@ -171,7 +172,8 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         raise ConfigError(f"checkpointing.resume_from={run}: {problem}; unset the key to start anew")
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
-    before, changed = reader.load(run / "config.yaml"), {}
+    before = reader.load(run / "config.yaml")
+    changed = {}
     has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
         old, new = (operator.attrgetter(key)(each) for each in (before, cfg))

@@ -40,7 +40,8 @@ RECORDED_OF_GRADE = [field.name for field in fields(Grade)]
 def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
     """Writes the samples that `step` is to train to rollouts/step_000012. A disk without room costs this dump, not the
     run. A collective of all ranks that train, before the first optimizer step."""
-    ranks, temporary = run.ranks, run.folder / "rollouts" / f"step_{step:06d}.tmp"
+    ranks = run.ranks
+    temporary = run.folder / "rollouts" / f"step_{step:06d}.tmp"
     rows = [row for sample in trained for row in sample.sequences]
     number_of_row = {id(row): number for number, row in enumerate(rows)}
     held = held_here(rows)
@@ -71,7 +72,8 @@ def read(folder: Path) -> list[Sample]:
         columns = load_file(file)
         end = 0
         for number, num_tokens in zip(columns["sample_S"].tolist(), columns["num_tokens_S"].tolist(), strict=True):
-            start, end = end, end + num_tokens
+            start = end
+            end = end + num_tokens
             tokens = {name: columns[column][start:end] for name, column in COLUMNS.items()}
             recorded = {name: records[number][name] for name in RECORDED if name in records[number]}
             grade = Grade(**{name: records[number][name] for name in RECORDED_OF_GRADE if name in records[number]})
@@ -81,7 +83,8 @@ def read(folder: Path) -> list[Sample]:
     for number, record in enumerate(records):
         row = rows[number]
         if record.get("is_fork"):
-            row.prompt, row.grade = samples[-1].prompt, samples[-1].grade
+            row.prompt = samples[-1].prompt
+            row.grade = samples[-1].grade
             samples[-1].forks.append(row)
         else:
             samples.append(row)
@@ -115,8 +118,11 @@ def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     for name, column in COLUMNS.items():
         tokens[column] = np.concatenate([[], *(getattr(sample, name) for sample in samples)])
     tokens["logp_T"] = tokens["entropy_T"] = np.nan
-    model, policy, device = run.model, run.cfg.policy, run.device
-    max_tokens, share_prefix = policy.pack_tokens(device.type), policy.sequence_packing.share_prefix
+    model = run.model
+    policy = run.cfg.policy
+    device = run.device
+    max_tokens = policy.pack_tokens(device.type)
+    share_prefix = policy.sequence_packing.share_prefix
     scored = [sample for sample in samples if sample.mask.any()]
     (parts,) = assign_to_ranks(scored, 1, max_tokens, share_prefix)
     packs = pack_samples(parts, max_tokens)

@@ -127,7 +127,8 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
         memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
-        code, reason = 0, work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
+        code = 0
+        reason = work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
     except BaseException as error:
         if memory:
             error = memory.explained(error, watchdog.phase if watchdog else "evaluation")
@@ -151,7 +152,11 @@ def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float |
 
 def set_up(job: Job) -> Run:
     """A run that is ready for its first step, or for the step after its checkpoint. A collective of all trainers."""
-    cfg, inputs, ranks, device, memory = job.cfg, job.inputs, job.ranks, job.device, job.memory
+    cfg = job.cfg
+    inputs = job.inputs
+    ranks = job.ranks
+    device = job.device
+    memory = job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     head_options = build_head(cfg, inputs, device)
     model, sampler = build(cfg, inputs, ranks, device)

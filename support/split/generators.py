@@ -119,7 +119,8 @@ def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> No
 
 def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
     """The trainers' next request. Until it is there, the engine decodes what is under way, and looks between steps."""
-    engine, ranks = sampler.engine, sampler.ranks
+    engine = sampler.engine
+    ranks = sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
     while (sampler.led_by_agent or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
@@ -130,7 +131,8 @@ def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
 
 def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> Any:
     """What a generator does for a request. A collective of all generators."""
-    engine, ranks = sampler.engine, sampler.ranks
+    engine = sampler.engine
+    ranks = sampler.ranks
     if task in ("generation", "validation", "finish"):
         if any_rank(engine.should_stop()):  # no trainer has heard of it
             raise Interrupted

@@ -20,7 +20,8 @@ TOKEN = np.dtype([("output_ids", "i4"), ("sampler_logps", "f4"), ("versions", "i
 def held_here(samples: Iterable[Sample]) -> list[Sample]:
     """The samples of which this rank has to pass on the tokens, or what is made of them: each is one rank's. Those that
     all ranks have are dealt to them."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     held = []
     for number, sample in enumerate(samples):
         holder = number % size if sample.holder is None else sample.holder
@@ -60,7 +61,8 @@ def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
     All ranks pass the same lists; a rank that has no list needs none."""
     if all(sample.holder is None for samples in needed for sample in samples):
         return
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     lists = [_each_once(samples) for samples in needed]
     lists += [[] for _ in range(size - len(lists))]
     received = sorted(lists[rank], key=lambda sample: sample.holder)

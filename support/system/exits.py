@@ -175,7 +175,8 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
     for kind, (code, end) in (ends | {OutOfMemory: (EXIT_MEMORY, "out of memory")}).items():
         if isinstance(error, kind):
             return code, f"{end}: {error}"
-    if lost := peers.find_lost(run_folder):
+    lost = peers.find_lost(run_folder)
+    if lost:
         return EXIT_CRASH, lost
     reason = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in NO_ROOM:
