@@ -5,10 +5,10 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
+from judges.codec import Json
 from judges.pool import Graded
 from support.graders.environments import PoolEnvironment, pool_of, read_results
 
@@ -22,7 +22,7 @@ class Agent(PoolEnvironment):
 
     leads = True  # its conversations: the engine draws what it asks for
 
-    def __init__(self, cfg: AgentConfig, kwargs: dict[str, Any], num_ranks: int):
+    def __init__(self, cfg: AgentConfig, kwargs: dict[str, Json], num_ranks: int):
         self.cfg = cfg
         self.kwargs = kwargs
         self.reward_names = cfg.reward_names
@@ -79,7 +79,9 @@ class Agent(PoolEnvironment):
         return replace(result, state={})
 
 
-def _result(reward: Any, outcome: str | None = None, rewards: Any = None, extracted: Any = None) -> StepResult:
+def _result(
+    reward: float, outcome: str | None = None, rewards: dict[str, float] | None = None, extracted: Json = None
+) -> StepResult:
     """Without an outcome a reward above 0 is `ok`."""
     text = None if extracted is None else str(extracted)
     return StepResult(reward, outcome or ("ok" if reward > 0 else "wrong"), rewards=rewards or {}, extracted=text)

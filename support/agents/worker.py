@@ -11,11 +11,13 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO
 
 from judges import sandbox
+from judges.codec import Json
 
 TAIL_BYTES = 1 << 16  # of what a command writes
 EXCEPTION = re.compile(r"[\w.]+: ")  # how Python ends
@@ -23,7 +25,7 @@ ERROR = re.compile(r"(Uncaught )?[\w.$]*(Error|Exception|panic)\b[^:]*: ")
 GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validation", "deadline_s")
 
 
-def run(job: dict) -> Any:
+def run(job: dict) -> Json:
     """What the agent gives, as JSON."""
     function = job["function"] and pkgutil.resolve_name(job["function"])
     kwargs = job["kwargs"]
@@ -44,7 +46,7 @@ def run(job: dict) -> Any:
     return json.loads(json.dumps(found, default=lambda each: float(each) if hasattr(each, "__float__") else str(each)))
 
 
-def _accepted(function: Any, given: dict) -> dict:
+def _accepted(function: Callable, given: dict) -> dict:
     """What the function has parameters for."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig, shortened
 from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
 from judges import code, math, sandbox
+from judges.codec import Json
 from judges.pool import Graded, GraderPool, WorkerError
 from support.graders.reward_function import RewardFunction
 from support.system.imports import call, import_attribute
@@ -28,7 +29,7 @@ class PoolConfig(Protocol):
 
 
 def pool_of(
-    target: str, cfg: PoolConfig, num_ranks: int, *, first: Any = None, python: str = "", pass_env: Sequence[str] = ()
+    target: str, cfg: PoolConfig, num_ranks: int, *, first: Json = None, python: str = "", pass_env: Sequence[str] = ()
 ) -> GraderPool:
     """A pool with this rank's share of the workers of a section of `env`. ConfigError if no worker can start."""
     try:
@@ -48,7 +49,7 @@ def pool_of(
 class PoolEnvironment(Environment):
     """A base for environments that grade in worker processes, by `pool`: each turn alone, as soon as it is there."""
 
-    def job(self, turn: Turn) -> Any:
+    def job(self, turn: Turn) -> Json:
         """What a worker gets for the turn, as JSON; None if it needs no worker."""
         raise NotImplementedError
 
@@ -184,7 +185,7 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     return environment
 
 
-def read_results(name: str, results: Any, turns: Sequence[Turn]) -> list[StepResult]:
+def read_results(name: str, results: Iterable[StepResult], turns: Sequence[Turn]) -> list[StepResult]:
     """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
     gave = f"env_name '{name}': step() returned"
@@ -215,19 +216,19 @@ def _read(gave: str, result: StepResult) -> StepResult:
     return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
 
 
-def _wrong(gave: str, field: str, value: Any, form: str) -> ConfigError:
+def _wrong(gave: str, field: str, value: object, form: str) -> ConfigError:
     return ConfigError(f"{gave} {field}={shortened(value)}, expected {form}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, SupportsFloat) and not getattr(value, "shape", ())
 
 
-def _are_messages(values: Any) -> bool:
+def _are_messages(values: object) -> bool:
     return isinstance(values, list | tuple) and all(map(_is_message, values))
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
@@ -245,7 +246,7 @@ def _self_test(name: str, environment: Environment) -> None:
             raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} with answer {answer!r} {outcomes}")
 
 
-def _custom(name: str, attribute: Any, kwargs: Mapping[str, Any]) -> Environment:
+def _custom(name: str, attribute: Callable, kwargs: Mapping[str, Json]) -> Environment:
     if not isinstance(attribute, type):
         if kwargs:
             raise ConfigError(f"env_name '{name}' is a function and takes no env.custom arguments: make it a class")

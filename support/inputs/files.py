@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from config import ConfigError, DataError
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 MAX_BYTES = 1 << 30  # of a file that is read whole, or of a line
 
 
@@ -37,7 +38,7 @@ def read_bytes(name: str | Path) -> bytes:
         return file.read()
 
 
-def parse_json(content: bytes, where: str | Path) -> Any:
+def parse_json(content: bytes, where: str | Path) -> Json:
     """The value of a JSON text. Raises DataError, beginning with `where`, for anything else."""
     try:
         return json.loads(content)

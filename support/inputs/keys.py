@@ -10,13 +10,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from types import GenericAlias, NoneType, UnionType
+from typing import Literal, get_args, get_origin
 
 import config
+from support.inputs.yaml_text import Plain
+
+Kind = type | UnionType | GenericAlias  # the type of a field
 
 
-def section_class(kind: Any) -> type | None:
+def section_class(kind: Kind) -> type | None:
     """The class of a section, or of the sections of a list; None for the type of any other field."""
     kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     return kind if is_dataclass(kind) else None
@@ -94,12 +97,12 @@ def unknown_key(name: str, meant: str | None) -> str:
     return f"unknown key '{name:.200}'.{guess} Keys of {section or 'a config'}: {keys_of(section)}"
 
 
-def split_optional(kind: Any) -> tuple[Any, bool]:
+def split_optional(kind: Kind) -> tuple[Kind, bool]:
     """`X | None` -> (X, True); `X` -> (X, False)."""
     return (get_args(kind)[0], True) if NoneType in get_args(kind) else (kind, False)
 
 
-def type_name(kind: Any) -> str:
+def type_name(kind: Kind) -> str:
     """A field's type in the words of a message."""
     base, optional = split_optional(kind)
     names = {bool: "true or false", int: "int", float: "finite float", str: "str", Mapping: "mapping"}
@@ -117,7 +120,7 @@ def default_text(name: str) -> str:
     return json.dumps({} if default is MISSING else default)
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Plain | tuple) -> str:
     """A value as a config writes it: json, and text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -127,7 +130,7 @@ def bounds(name: str) -> str:
     return FIELDS[name].metadata.get("bounds", "")
 
 
-def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def settings(section: config.Section, prefix: str = "") -> Iterator[tuple[str, Plain | tuple]]:
     """(full key, value) of a config; the sections of a list are numbered if there are several."""
     for f in fields(section):
         name = prefix + f.name

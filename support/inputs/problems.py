@@ -7,11 +7,10 @@ A row has text under a key, chat `messages` (a closing assistant message is the 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
 from records import Problem
-from support.inputs.files import parse_json, read_text
+from support.inputs.files import Json, parse_json, read_text
 from support.inputs.sources import Source, with_preset
 from support.inputs.tokenizer import ControlTokenInText, Tokenizer
 from support.system.imports import describe, import_attribute
@@ -39,7 +38,7 @@ class ProblemMaker:
         self.prompt: tuple[str, str] | None = None
         if self.cfg.prompt_file:
             self.prompt = split_prompt(self.cfg.prompt_file)
-        self.processor: Callable[[Any], dict | None] | None = None
+        self.processor: Callable[[Json], dict | None] | None = None
         if self.cfg.processor:
             self.processor = import_attribute(self.cfg.processor, "processor")
         # task_name of a row -> environment. A row may not name arbitrary code: only the config does.
@@ -59,7 +58,7 @@ class ProblemMaker:
         except Exception as error:  # a processor is a program, and a row may hold anything
             raise DataError(f"{where}: {describe(error)} (the forms of a row: docs/tasks.md)") from error
 
-    def _problem(self, number: int, raw: Any) -> Problem | str:
+    def _problem(self, number: int, raw: Json) -> Problem | str:
         if self.processor is not None:
             raw = self.processor(raw)
         if raw is None:
@@ -83,14 +82,14 @@ class ProblemMaker:
             return f"over {self.limit} tokens"
         return Problem(number, messages, answer or "", env_name, ids, raw, float(multiplier), self.cfg.set_name, tools)
 
-    def _env_name(self, task: Any) -> str:
+    def _env_name(self, task: Json) -> str:
         env_name = self.env_names.get(task, self.explicit_env)
         if env_name is None:
             fix = f"use {', '.join(ENVIRONMENTS)}, or set data.task_to_env or env_name of this data set"
             raise DataError(f"task_name {task!r:.80} is not an environment: {fix}")
         return env_name
 
-    def _compared_answer(self, raw: dict, value: Any) -> str:
+    def _compared_answer(self, raw: dict, value: Json) -> str:
         """The answer of an environment that compares it with the reply."""
         if value is None:
             raise no_key(raw, "output_key", (self.cfg.output_key,) if self.cfg.output_key else OUTPUT_KEYS)
@@ -116,13 +115,13 @@ class ProblemMaker:
         return messages
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: Json) -> str | None:
     if isinstance(value, str | None):
         return value
     return json.dumps(value, allow_nan=False)
 
 
-def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Any, list[dict] | None]:
+def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict] | None]:
     """(messages, answer as read or None, tools or None) of a row. DataError for a row in none of the forms."""
     params = raw.get("responses_create_params")
     tools = raw.get("tools")
@@ -175,7 +174,7 @@ def split_prompt(name: str) -> tuple[str, str]:
     return "".join(texts[:place]), "".join(texts[place + 1 :])
 
 
-def _first(raw: dict, keys: Sequence[str]) -> Any:
+def _first(raw: dict, keys: Sequence[str]) -> Json:
     """The value of the first key that has one, else None."""
     for key in keys:
         value = _under(raw, key)
@@ -184,7 +183,7 @@ def _first(raw: dict, keys: Sequence[str]) -> Any:
     return None
 
 
-def _has(raw: Any, key: str) -> bool:
+def _has(raw: Json, key: str) -> bool:
     """Whether there is a raw["a.b"], or a raw["a"]["b"]; it may be null."""
     if not isinstance(raw, dict):
         return False
@@ -194,7 +193,7 @@ def _has(raw: Any, key: str) -> bool:
     return _has(raw.get(first), rest)
 
 
-def _under(raw: Any, key: str) -> Any:
+def _under(raw: Json, key: str) -> Json:
     """raw["a.b"], else raw["a"]["b"]; None where there is nothing."""
     if not isinstance(raw, dict):
         return None
@@ -204,7 +203,7 @@ def _under(raw: Any, key: str) -> Any:
     return _under(raw.get(first), rest)
 
 
-def _chat(messages: Any) -> list[dict]:
+def _chat(messages: Json) -> list[dict]:
     """The chat messages of a text or a list of messages; a text in parts becomes one text."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
@@ -215,7 +214,7 @@ def _chat(messages: Any) -> list[dict]:
     return chat
 
 
-def _joined(message: dict, key: str = "content") -> Any:
+def _joined(message: dict, key: str = "content") -> Json:
     """The text of a message. A text in parts becomes one text; where a message only calls tools, it is empty."""
     content = message.get(key)
     if isinstance(content, list):

@@ -371,7 +371,7 @@ def _put(values: dict[str, Any], name: str, value: Any) -> bool:
 # --------------------------------------------------------------------------------------------------------- values
 
 
-def checked(name: str, value: Plain, kind: Any) -> Any:
+def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
     """A text, null, list or mapping as the value of the key `name`, whose type is `kind`. ConfigError if it is none, or
     out of bounds."""
     if get_origin(kind) is Mapping and value is None:
@@ -415,7 +415,7 @@ def _check_bounds(name: str, value: Any) -> None:
             raise ConfigError(f"{name}={shown}: must be {keys.bounds(plain)} ({keys.meanings()[plain]})")
 
 
-def _read_numbers(value: Plain, kind: Any) -> Plain:
+def _read_numbers(value: Plain, kind: keys.Kind) -> Plain:
     """A text, or each text of a list, as true, false or a number, unless `kind` is a type of text."""
     if isinstance(value, list):
         items = [kind for kind in get_args(keys.split_optional(kind)[0]) if kind is not Ellipsis]
