@@ -185,7 +185,7 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     return environment
 
 
-def read_results(name: str, results: Iterable[StepResult], turns: Sequence[Turn]) -> list[StepResult]:
+def read_results(name: str, results: object, turns: Sequence[Turn]) -> list[StepResult]:
     """The results that an environment gave for the turns, with floats. A reward that is not finite counts as outcome
     `error` with reward 0. ConfigError names the environment and what has another form than envs.py says."""
     gave = f"env_name '{name}': step() returned"
