@@ -2,6 +2,7 @@
 own; stand-ins of Slurm's commands; and of the package `vllm` (fake_vllm.py), which ranks find on PYTHONPATH."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -84,7 +85,10 @@ class Node:
 
     def wait(self, seconds: float = 120) -> tuple[int, str]:
         """(exit code, last line)."""
-        return self.process.wait(timeout=seconds), self.log.read_text().splitlines()[-1]
+        code = self.process.wait(timeout=seconds)
+        # torchrun may still warn after the end, say that the node with the rendezvous has gone first.
+        lines = [line for line in self.log.read_text().splitlines() if not re.match(r"W\d{4} ", line)]
+        return code, lines[-1]
 
     def kill_all(self) -> None:
         """train.sh and the agent, as a machine that is gone: the ranks die with the agent."""

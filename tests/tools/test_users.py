@@ -122,7 +122,7 @@ def at_hand(tmp_path_factory):
 @pytest.mark.parametrize("user", ACCEPTED, ids=[user["file"] for user in ACCEPTED])
 def test_the_check_accepts_the_config(user, at_hand, tmp_path, monkeypatch):
     """With a model, data and a reward in place of those that only the user has, and what `left` names."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a process group that another test has started here
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GRPO_DEVICE"):  # of this test run: the user has other machines
         monkeypatch.delenv(name, raising=False)
     convert(system_of(user), written(user, tmp_path), [], str(tmp_path / "ours.yaml"))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"defaults": "ours.yaml", **at_hand}))
