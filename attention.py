@@ -91,7 +91,8 @@ class GatherRows(torch.autograd.Function):
             summed = torch.segment_reduce(wide_MH, "sum", offsets=order[1], unsafe=True)
         else:
             summed = torch.ops.aten.embedding_dense_backward(wide_MH, row_M, ctx.shape[0], -1, False)
-        return summed.to(grad.dtype).view(ctx.shape), *[None] * (1 + len(order))
+        no_grad_of_rows = [None] * (1 + len(order))
+        return summed.to(grad.dtype).view(ctx.shape), *no_grad_of_rows
 
 
 def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:

@@ -346,7 +346,7 @@ def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[Probe
     back, with unlike shares of positive tokens, advantages of both signs and 0, some tokens masked."""
     generator = torch.Generator().manual_seed(0)
     token_R = torch.arange(NUM_PROBE_TOKENS)
-    seq_R = token_R // 12 * 2 + (token_R % 12 > 3)
+    seq_R = torch.tensor([0] * 4 + [1] * 8 + [2] * 4 + [3] * 8)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
     for size in PROBE_SIZES:
         stats_KR = torch.rand(2, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64) + token_R / 24
