@@ -24,63 +24,7 @@ def problems_of(path: str, world_size: int, *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_keys_of_what_is_off_are_accepted():
-    """NeMo RL's files set them, max_response_length to the whole sequence among them."""
-    off = ["grpo.reward_shaping.max_response_length=512", "grpo.reward_scaling.source_max=0"]
-    check_config(load(SMOKE, [*VALID, *off]), 1)
-
-
 VLLM = "policy.generation.vllm_cfg"
-
-AGE_0 = ("grpo.async_grpo.enabled=true", "grpo.async_grpo.max_trajectory_age_steps=0")
-
-
-TIS_KEYS = "truncated_importance_sampling"
-CISPO, GSPO = "loss_fn.use_cispo=true", "loss_fn.sequence_level_importance_ratios=true"
-PER_SEQUENCE, IS = "loss_fn.token_level_loss=false", "loss_fn.use_importance_sampling_correction=true"
-KIND, HIGH, LOW = (f"loss_fn.{TIS_KEYS}_{name}" for name in ("type", "ratio", "ratio_min"))
-SHAPING, LEVEL = "grpo.reward_shaping", "loss_fn.importance_sampling_correction_level"
-LORA = "policy.dtensor_cfg.lora_cfg"
-REINFORCE, GDPO = "grpo.adv_estimator.name=reinforce_plus_plus", "grpo.adv_estimator.name=gdpo"
-
-
-@pytest.mark.parametrize(
-    ("unread", "default", "other", "besides"),
-    [
-        (GSPO, "false", "loss_fn.disable_ppo_ratio=true", [PER_SEQUENCE]),
-        ("grpo.reward_std=batch", "baseline", "grpo.normalize_rewards=false", []),
-        ("grpo.reward_std_floor=0.0", "0.05", "grpo.normalize_rewards=false", []),
-        ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.disable_ppo_ratio=true", []),
-        ("policy.reference_model_name=there", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
-        ("grpo.ref_policy_update_period=5", "null", "policy.reference_model_name=there", []),
-        ("loss_fn.old_logprobs=sampler", "trainer", "loss_fn.force_on_policy_ratio=true", []),
-        (f"{LEVEL}=token", "sequence_sum", "loss_fn.sequence_level_importance_ratios=false", [IS]),
-        (f"{LEVEL}=token", "sequence_sum", "loss_fn.use_importance_sampling_correction=false", [GSPO, PER_SEQUENCE]),
-        ("grpo.reward_std_floor=0.0", "0.05", "grpo.use_leave_one_out_baseline=false", []),
-        ("grpo.reward_shaping.enabled=true", "false", GDPO, []),
-        ("grpo.turn_level_advantages=true", "false", "grpo.max_rollout_turns=1", []),
-        ("grpo.ref_policy_update_period=5", "null", "loss_fn.reference_policy_kl_penalty=0.0", []),
-        ("grpo.ref_policy_update_alpha=0.5", "1.0", "grpo.ref_policy_update_period=null", []),
-        ("policy.scheduler.min_factor=0.1", "0.0", "policy.scheduler.name=constant", []),
-        ("policy.optimizer.muon_lr=0.02", "null", "policy.optimizer.name=torch.optim.AdamW", []),
-        (f'{LORA}.target_modules=["q_proj"]', "[]", f"{LORA}.match_all_linear=true", []),
-        (f'{LORA}.exclude_modules=["q_proj"]', "[]", f"{LORA}.match_all_linear=true", []),
-        (
-            f'{LORA}.exclude_modules=["v_proj"]',
-            "[]",
-            f'{LORA}.target_modules=["q_proj"]',
-            [f"{LORA}.match_all_linear=false"],
-        ),
-        ("policy.optimizer.muon_momentum=0.9", "0.95", "policy.optimizer.name=torch.optim.AdamW", []),
-        ("policy.offload_optimizer_for_logprob=true", "false", "policy.dtensor_cfg.cpu_offload=true", []),
-    ],
-)
-def test_a_key_that_nothing_reads_must_have_its_default(write, unread, default, other, besides):
-    (problem,) = problems_of(write("grpo: {seed: 1}"), 1, unread, other, *besides)
-    key = unread.partition("=")[0]
-    assert unread in problem and other in problem and f"set {key}={default}" in problem
-    check_config(load("run.yaml", [*VALID, f"{key}={default}", other, *besides]), 1)
-
 
 ESTIMATOR_OPTIONS = {  # key -> a value other than its default
     "grpo.normalize_rewards": "false",
@@ -116,105 +60,10 @@ def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(writ
         check_config(changed, 1)
 
 
-def test_a_forced_ratio_is_for_one_step_per_rollout(write):
-    path = write("grpo: {seed: 1}")
-    forced = "loss_fn.force_on_policy_ratio=true"
-    batch = "policy.train_global_batch_size"
-    (problem,) = problems_of(path, 1, forced, "policy.ppo_epochs=2")
-    assert forced in problem and "policy.ppo_epochs=2" in problem
-    (problem,) = problems_of(path, 1, forced, f"{batch}=128")
-    assert forced in problem and f"{batch}=128" in problem
-    (problem,) = problems_of(path, 1, f"{batch}=500")
-    assert f"{batch}=500" in problem and "512 or null" in problem
-    check_config(load(path, [*VALID, f"{batch}=null"]), 1)
-    check_config(load(path, [*VALID, forced, f"{batch}=512"]), 1)
-    check_config(load(path, [*VALID, f"{batch}=128", "policy.ppo_epochs=2"]), 1)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [CISPO, IS, f"{KIND}=icepop", f"{HIGH}=2", f"{LOW}=0"],
-        [GSPO, PER_SEQUENCE, IS, f"{KIND}=tis", f"{HIGH}=2"],
-        [PER_SEQUENCE, "loss_fn.loss_scale_factor=512", "grpo.normalize_rewards=false"],
-        [IS, f"{KIND}=sequence"],
-        [IS, f"{KIND}=sequence-mask", f"{HIGH}=3"],
-        [REINFORCE, "grpo.adv_estimator.minus_baseline=false"],
-        [GDPO, "grpo.adv_estimator.reward_weights=[1, 0.5]", "grpo.reward_std=batch"],
-        ["loss_fn.use_on_policy_kl_approximation=true", "loss_fn.reference_policy_kl_penalty=0"],
-        ["grpo.advantage_clip_low=-1", "grpo.advantage_clip_high=1"],
-        [GSPO, PER_SEQUENCE, IS, f"{KIND}=tis", f"{HIGH}=2", f"{LEVEL}=token"],
-        ["grpo.async_grpo.enabled=true", "loss_fn.old_logprobs=sampler"],
-        [f"{SHAPING}.enabled=true", f"{SHAPING}.max_response_length=512", "grpo.max_rollout_turns=3"],  # rllm#575
-    ],
-)
-def test_keys_that_do(write, overrides):
-    check_config(load(write("grpo: {seed: 1}"), [*VALID, *overrides]), 1)
-
-
-@pytest.mark.parametrize(
-    ("key", "refused", "accepted"),
-    [
-        ("loss_fn.ratio_clip_c", ["1", "0.5"], ["1.1", "null"]),
-        ("loss_fn.ratio_clip_min", ["-0.1", "1.1"], ["0", "1"]),
-        ("policy.generation.temperature", ["0", "-1"], ["0.1"]),
-        ("policy.generation.top_p", ["0", "1.1"], ["0.1", "1"]),
-        ("policy.generation.top_k", ["0"], ["1", "null"]),
-        ("grpo.val_top_k", ["-1"], ["0", "null"]),
-        ("policy.optimizer.kwargs.lr", ["0", "-1e-6"], ["1e-9"]),
-        ("policy.optimizer.kwargs.betas", ["[0.9, 1]", "[-0.1, 0.9]"], ["[0, 0]"]),
-        ("policy.generation.stop_token_ids", ["[3, -1]"], ["[0]", "null"]),
-        (f"{VLLM}.gpu_memory_utilization", ["0", "1"], ["0.9"]),
-        (f"{VLLM}.tensor_parallel_size", ["0"], ["1"]),
-        ("checkpointing.save_period", ["0"], ["1"]),
-        ("checkpointing.keep_latest", ["1"], ["2"]),
-        ("grpo.val_period", ["-2"], ["0"]),
-        ("grpo.max_bad_steps", ["-1"], ["0"]),
-        ("grpo.seed", ["-1", "4294967296"], ["0", "4294967295"]),
-        ("policy.scheduler.warmup_start_factor", ["0", "1.5"], ["1"]),
-        ("policy.dtensor_cfg.activation_checkpointing", ["-1"], ["true", "0", "36"]),
-    ],
-)
-def test_bounds(write, key, refused, accepted):
-    path = write("grpo: {seed: 1}")
-    for text in refused:
-        (problem,) = problems_of(path, 1, f"{key}={text}")
-        assert f"{key}=" in problem
-    for text in accepted:
-        check_config(load(path, [*VALID, f"{key}={text}"]), 1)
-
-
 def test_time_to_save_by():
     """90,061 s are a day, an hour, a minute and a second."""
     assert must_save_by_seconds(CheckpointingConfig(checkpoint_must_save_by="1:01:01:01")) == 90_061
     assert must_save_by_seconds(CheckpointingConfig()) is None
-
-
-def test_prompts_are_divided_among_engines_not_ranks(write):
-    path = write("grpo: {num_prompts_per_step: 2}")
-    check_config(load(path, [*VALID, f"{VLLM}.tensor_parallel_size=2"]), 4)
-    assert len(problems_of(path, 4)) == 1
-
-
-def test_validation_data_is_needed_only_where_validation_is_asked_for(write):
-    overrides = ["data.train.data_path=x", "grpo.val_period=0"]
-    check_config(load(write("grpo: {seed: 1}"), overrides), 1)
-    with pytest.raises(ConfigError, match=r"data\.validation\.data_path"):
-        check_config(load("run.yaml", [*overrides, "grpo.val_at_end=true"]), 1)
-
-
-SETS = "data: {train: [{data_path: a.jsonl}, {data_path: b.jsonl}], validation: {data_path: v.jsonl}}\n"
-
-
-def test_mixes_that_do(write):
-    for overrides in (
-        [],
-        ["data.train.0.weight=2", "data.train.1.weight=0.5"],
-        ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=16"],
-        ["data.use_multiple_dataloader=true", "data.custom_dataloader=mine:sampler"],
-        ["data.validation=null", "data.train.0.split_validation_size=0.1"],
-    ):
-        check_config(load(write(SETS), overrides), 1)
 
 
 # ------------------------------------------------------------------------------------------ which ranks generate
@@ -289,20 +138,6 @@ def test_products_of_decimals_are_whole_where_their_decimals_are(write, percent)
 
 
 REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "overrides"),
-    [
-        (8, [f"{VLLM}.tensor_parallel_size=4"]),  # an engine is a replica
-        (8, [f"{VLLM}.tensor_parallel_size=2"]),  # two engines are
-        (8, [f"{VLLM}.tensor_parallel_size=8"]),  # an engine is two
-        (2, []),  # each rank is one
-        (12, [NEEDS, f"{SIZE}=4", f"{VLLM}.tensor_parallel_size=4"]),  # engines lie elsewhere
-    ],
-)
-def test_replicas_that_can_be(world_size, overrides):
-    check_config(load("configs/smoke.yaml", [*VALID, f"{REPLICAS}=2", *overrides]), world_size)
 
 
 @pytest.mark.parametrize(("value", "replicas"), [("2", 2), ("null", 1)])
