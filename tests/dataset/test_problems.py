@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_templates import TEMPLATES
 from dataset_case import GOOD, USER, load, refused
+from talks import TEMPLATES
 
 from support.inputs.tokenizer import Tokenizer
 

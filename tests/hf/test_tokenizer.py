@@ -12,7 +12,7 @@ import jinja2
 import pytest
 import tokenizers
 from chat_case import write_tokenizer
-from chat_templates import CONVERSATIONS, TEMPLATES, TOOLS
+from talks import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from config import DataError, DatasetConfig
@@ -394,7 +394,7 @@ def test_what_counts_as_a_control_token(bpe, tmp_path):
 # ---------------------------------------------------------------------------------------------------- observations
 
 
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "macros, blocks"])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "macros_blocks"])
 @pytest.mark.parametrize("talk", ["single", "system", "turns", "thought"])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_observations_are_what_the_template_adds(bpe, theirs, name, talk, tools):
@@ -515,4 +515,4 @@ def test_observations_by_hand(bpe, tmp_path):
     with pytest.raises(DataError, match="leaves out the assistant's last message"):
         Tokenizer(bpe, "{{ messages[0].content }}").observation_ids(before, [5], answers)
     with pytest.raises(DataError, match=r"refuses \[.*unknown role game"):
-        Tokenizer(bpe, TEMPLATES["[INST]"]).observation_ids(before, [5], [{"role": "game", "content": ""}])
+        Tokenizer(bpe, TEMPLATES["inst"]).observation_ids(before, [5], [{"role": "game", "content": ""}])
