@@ -545,7 +545,7 @@ class AgentConfig(Section):
     name: str | None = None
     """The name of this agent. It drives the conversations of rows with this env_name; env.custom has its arguments."""
     function: str | None = None
-    """module:function is a function of yours that calls base_url and returns the reward."""
+    """module:function, or file.py:function, is a function of yours that calls base_url and returns the reward."""
     command: tuple[str, ...] | None = None
     """Each rollout runs this command instead of function: row on stdin, reward as its last line of stdout."""
     python: str | None = None

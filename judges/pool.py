@@ -20,19 +20,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from . import worker as worker_script
 from .codec import Json
-from .worker import ENDING, MAX_BYTES, kill_descendants
+from .worker import ENDING, FOLDER, MAX_BYTES, kill_descendants
 
 MAX_JOBS = 20_000  # then a worker is replaced, because the libraries of a grader leak memory
 MAX_FAILED_STARTS = 5  # in a row, once a worker has been ready: the system may kill a young worker, too
 POLL_SECONDS = 0.5  # between two looks of `grade`
 START_SECONDS = 120.0  # for a worker's imports, on a busy machine
 END_SECONDS = 0.9  # for the exit code of a worker whose socket has closed
-FOLDER = Path(__file__).resolve().parents[1]  # it holds this package
 
 
 class WorkerError(RuntimeError):
@@ -58,12 +56,13 @@ class Worker:
         # -P: the folder of the script, which has a math.py and a code.py, is no place to look for modules.
         command = [python or sys.executable, "-P", "-B", worker_script.__file__]
         arguments = [target, str(worker_end.fileno()), str(memory_mib or 0), json.dumps(first)]
+        arguments.append(json.dumps(search_path(target, python)))
         # torchrun signals the whole process group: that must not end a worker that is just starting.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             self.process = subprocess.Popen(
                 [*command, *arguments],
-                env=worker_environment(pass_env, search_path(python)),
+                env=worker_environment(pass_env),
                 pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # a grader may print; answers go through the socket
@@ -113,32 +112,34 @@ class Worker:
         return code
 
 
-def search_path(python: str) -> list[str]:
-    """Where a worker looks for modules: where this process does. Another interpreter has packages of its own, and gets
-    the user's modules and the folder that holds this package."""
-    if python:
-        return [os.getcwd(), str(FOLDER)]
-    return [path or os.getcwd() for path in sys.path]
+def search_path(target: str, python: str) -> list[str]:
+    """Where a worker looks for modules first: for the user's, in the working directory; then where this process does.
+    FOLDER is left out: see worker.py. Another interpreter has packages of its own."""
+    paths = []
+    if not target.startswith("."):
+        paths.append(os.getcwd())
+    if not python:
+        paths += map(os.path.abspath, sys.path)
+    return [path for path in paths if os.path.realpath(path) != FOLDER]
 
 
-def worker_environment(pass_env: Sequence[str], paths: Sequence[str]) -> dict[str, str]:
+def worker_environment(pass_env: Sequence[str]) -> dict[str, str]:
     """The whole environment of a worker; pass_env: variables of this process that it gets."""
     environment = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
-    for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR", *pass_env):
+    for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", *pass_env):
         if name in os.environ:
             environment[name] = os.environ[name]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment
 
 
 class GraderPool:
     """`num_workers` processes that each call the function `target` on one job at a time.
 
-    target: "module:name"; a module with a dot in front is one of this package, as in ".math:grade". Jobs and values are
-    JSON. Each worker does the job `first` before it counts as started, so that no deadline has to cover the imports.
-    Make pools before torch and vllm are imported, and use a pool from one thread. memory_mib: of a worker; None for no
-    limit. python: another interpreter. pass_env: variables of the environment that a worker gets. Raises WorkerError if
-    no worker can start, later too.
+    target: "module:name" of the user; ".module:name" of this package, as in ".math:grade"; or "/folder/file.py:name".
+    Jobs and values are JSON. Each worker does the job `first` before it counts as started, so that no deadline has to
+    cover the imports. Make pools before torch and vllm are imported, and use a pool from one thread. memory_mib: of a
+    worker; None for no limit. python: another interpreter. pass_env: variables of the environment that a worker gets.
+    Raises WorkerError if no worker can start, later too.
     """
 
     def __init__(

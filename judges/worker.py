@@ -1,12 +1,15 @@
 """The process of a worker, started by pool.py as a script: answers jobs until its owner closes the socket.
 
-Here this package has the name PACKAGE, and its folder is not searched for modules: a user's judges, math or config is
-imported under its own name. Standard library only: the interpreter may be another one than the owner's.
+The user's modules come first. This package has the name PACKAGE here, and FOLDER, which holds it, is searched last, and
+only for what the user's module lacks: a user's judges, math or config is imported under its own name. Standard library
+only: the interpreter may be another one than the owner's.
 """
 
 import ctypes
 import importlib
+import importlib.util
 import json
+import operator
 import os
 import resource
 import signal
@@ -19,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PACKAGE = "_judges"
+FOLDER = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 MAX_BYTES = 16 << 20  # of a job or a value
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # Options of prctl(2).
@@ -63,9 +67,37 @@ def answer(target: str, line: str | bytes) -> bytes:
 
 
 def load(target: str) -> Callable:
-    """The function "module:name"; a module with a dot in front is one of this package."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module, PACKAGE), name)
+    """The function "module:name" of the user, ".module:name" of this package, or "/folder/file.py:name"."""
+    module, _, name = target.rpartition(":")
+    if module.startswith("."):
+        found = importlib.import_module(module, PACKAGE)
+    elif module.endswith(".py"):
+        found = load_file(module)
+    else:
+        found = import_users(module)
+    return operator.attrgetter(name)(found)
+
+
+def load_file(path: str) -> types.ModuleType:
+    """A file of the owner's, as a module that no module of the user's can be confused with."""
+    name = f"{PACKAGE}_file"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def import_users(name: str) -> types.ModuleType:
+    """A module of the user's. If it, or what it imports, is found nowhere else, it may lie beside this package."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        if FOLDER in sys.path:
+            raise
+    sys.path.append(FOLDER)
+    return importlib.import_module(name)
 
 
 def end_children() -> None:
@@ -101,6 +133,8 @@ def descendants(pid: int) -> list[int]:
 
 if __name__ == "__main__":
     package = types.ModuleType(PACKAGE)
-    package.__path__ = [str(Path(__file__).resolve().parent)]
+    package.__path__ = [os.path.dirname(os.path.realpath(__file__))]
     sys.modules[PACKAGE] = package
+    sys.modules[f"{PACKAGE}.worker"] = sys.modules["__main__"]
+    sys.path[:] = dict.fromkeys([*json.loads(sys.argv[5]), *sys.path])
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -5,12 +5,15 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
 from judges.codec import Json
 from judges.pool import Graded
 from support.graders.environments import PoolEnvironment, pool_of, read_results
+
+WORKER = Path(__file__).resolve().with_name("worker.py")
 
 
 class Agent(PoolEnvironment):
@@ -35,7 +38,7 @@ class Agent(PoolEnvironment):
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
         try:
             self.pool = pool_of(
-                "support.agents.worker:run",
+                f"{WORKER}:run",
                 cfg,
                 num_ranks,
                 first={"function": cfg.function, "kwargs": kwargs, "isolation": cfg.isolation},

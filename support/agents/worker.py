@@ -1,23 +1,24 @@
 """Runs an agent for one rollout, in a worker process of judges/pool.py: a Python function, or a command.
 
-The interpreter may be another one than the trainer's: this file needs the standard library alone.
+The interpreter may be another one than the trainer's, and a module of any name may be the user's: this file is loaded
+by its path, and imports only the standard library, and judges/ by its name in a worker.
 """
 
 import asyncio
 import inspect
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from tempfile import TemporaryFile
 from typing import IO
 
-from judges import sandbox
-from judges.codec import Json
+from _judges import sandbox
+from _judges.codec import Json
+from _judges.worker import load
 
 TAIL_BYTES = 1 << 16  # of what a command writes
 EXCEPTION = re.compile(r"[\w.]+: ")  # how Python ends
@@ -27,7 +28,7 @@ GIVEN = ("base_url", "row", "messages", "answer", "tools", "seed", "is_validatio
 
 def run(job: dict) -> Json:
     """What the agent gives, as JSON."""
-    function = job["function"] and pkgutil.resolve_name(job["function"])
+    function = job["function"] and load_function(job["function"])
     kwargs = job["kwargs"]
     if "base_url" not in job:  # before the run: is the function there, and can it be called?
         if function:
@@ -44,6 +45,17 @@ def run(job: dict) -> Json:
     except SystemExit as error:
         raise RuntimeError(f"the agent exited with {error.code}") from error
     return json.loads(json.dumps(found, default=lambda each: float(each) if hasattr(each, "__float__") else str(each)))
+
+
+@cache
+def load_function(path: str) -> Callable:
+    """ "module:function", or "folder/file.py:function", whose folder comes first, as for `python folder/file.py`."""
+    module, _, name = path.rpartition(":")
+    if module.endswith(".py"):
+        folder, file = os.path.split(os.path.abspath(module))
+        sys.path.insert(0, folder)
+        path = f"{file.removesuffix('.py')}:{name}"
+    return load(path)
 
 
 def _accepted(function: Callable, given: dict) -> dict:

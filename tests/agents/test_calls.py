@@ -14,20 +14,22 @@ from dist_case import settings
 
 from advantages import step_advantages
 from config import AgentConfig, ChatServerConfig, ConfigError
+from judges import worker
 from judges.pool import Graded
 from loss import policy_loss
 from pack import assign_to_ranks, pack_samples
 from records import Grade, Sample
 from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
-from support.agents.environment import Agent
+from support.agents.environment import WORKER, Agent
 from support.agents.parser import Parsed, ReplyParser
-from support.agents.worker import GIVEN, run, run_command
 from support.check import preflight
 from support.inputs.reader import load
 from support.inputs.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.modules[worker.PACKAGE] = sys.modules["judges"]  # as in a worker
+run, run_command, GIVEN = (worker.load(f"{WORKER}:{name}") for name in ("run", "run_command", "GIVEN"))
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 CHATML = (
     "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|end|>\n"

@@ -1,11 +1,14 @@
 """What a dotted path in a config names, and what a user hears where it names nothing."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from config import ConfigError
 from support.system.imports import import_attribute
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_modules_of_the_working_directory_come_last(tmp_path, monkeypatch):
@@ -45,3 +48,36 @@ def test_a_module_that_is_there_but_fails_is_not_looked_for(text, tmp_path, monk
     (tmp_path / f"failing_{len(text)}.py").write_text(f"{text}\n")
     with pytest.raises(ConfigError, match=r"cannot be imported .*raised .*failing_\d+\.py:1\)$"):
         import_attribute(f"failing_{len(text)}:f", "env_name")
+
+
+@pytest.mark.parametrize(
+    ("module", "files", "taken"),
+    [
+        ("mine", {"mine.py": "from config import KEY", "config.py": "KEY = 3"}, "config"),
+        ("mine", {"mine.py": "def f():\n    import judges.own", "judges/own.py": ""}, "judges"),
+        ("mine", {"mine.py": "import helper", "helper.py": "import model", "model/__init__.py": ""}, "model"),
+        ("pack_a.mine", {"pack_a/mine.py": "from .b import x", "pack_a/b.py": "import loss", "loss.py": ""}, "loss"),
+        ("rollout", {"rollout.py": "x = 1"}, "rollout"),
+        # What is ours alone, what lies unused, and what is named by its package is no clash.
+        ("mine", {"mine.py": "from config import ConfigError\nimport envs", "envs/notes.txt": ""}, None),
+        ("mine", {"mine.py": "import json", "config.py": "1 / 0", "tools/a.py": ""}, None),
+        (
+            "pack_b.mine",
+            {"pack_b/__init__.py": "", "pack_b/mine.py": "from .config import x", "pack_b/config.py": "x = 1"},
+            None,
+        ),
+    ],
+)
+def test_a_users_module_of_a_name_of_ours_is_refused_with_both_paths(module, files, taken, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if taken is None:
+        assert import_attribute(f"{module}:__name__", "env_name") == module
+        monkeypatch.delitem(sys.modules, module)
+        return
+    with pytest.raises(ConfigError) as error:
+        import_attribute(f"{module}:f", "env_name")
+    [ours] = [path for path in (ROOT / f"{taken}.py", ROOT / taken / "__init__.py") if path.exists()]
+    assert f"'{taken}' is {tmp_path}/{taken}" in str(error.value) and str(ours) in str(error.value)

@@ -1,0 +1,124 @@
+"""The world of a user's program: modules named like each file and folder of this repository are the user's."""
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from config import AgentConfig
+from envs import Turn
+from judges.pool import GraderPool
+from support.agents.environment import Agent
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import importlib, json, sys
+NAMES = json.load(open(__file__ + ".json"))
+modules = [importlib.import_module(name) for name in NAMES]
+
+def solve():
+    wrong = [module.__file__ for module in modules if getattr(module, "owner", "") != OWNER]
+    return {"reward": 1.0, "extracted": str(wrong)}
+
+def grade(job):
+    return solve()["extracted"]
+
+if __name__ == "__main__":
+    json.load(sys.stdin)
+    print(json.dumps(solve()))
+"""
+TURN = Turn([], "", "stop", {name: "" for name in ("base_url", "seed", "is_validation", "tools")})
+
+
+def names_of_the_repository():
+    """(stems of the modules, folders): what a user may have, too; not what the standard library has."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [Path(line) for line in listed.splitlines()]
+    folders = {part for path in paths for part in path.parts[:-1] if part.isidentifier()}
+    modules = {path.stem for path in paths if path.suffix == ".py" and path.stem.isidentifier()}
+    return sorted(modules - folders - sys.stdlib_module_names - {"__init__"}), sorted(folders)
+
+
+def make_folder(folder):
+    """An agent's folder: its program, agent.py, checks that it has imported the folder's modules."""
+    modules, folders = names_of_the_repository()
+    assert {"config", "model", "loss", "worker"} <= set(modules) and {"tools", "judges", "support"} <= set(folders)
+    owner = f"owner = {folder.name!r}\n"
+    folder.mkdir()
+    for name in modules:
+        (folder / f"{name}.py").write_text(owner)
+    for name in folders:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(owner)
+    (folder / "agent.py").write_text(f"OWNER = {folder.name!r}\n{PROGRAM}")
+    (folder / "agent.py.json").write_text(str([*modules, *folders]).replace("'", '"'))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    work = tmp_path_factory.mktemp("agents")
+    return make_folder(work / "one"), make_folder(work / "two")
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=False)
+    return str(folder / "bin" / "python")
+
+
+def grade_all(programs):
+    """All at once: each imports nothing but the modules of its own folder."""
+    agents = [Agent(AgentConfig(name="a", num_workers=1, **program), {}, 1) for program in programs]
+    numbers = [agent.pool.submit(agent.job(TURN)) for agent in agents]
+    for agent, number, program in zip(agents, numbers, programs, strict=True):
+        graded = {}
+        while number not in graded:
+            graded |= agent.pool.poll(1.0)
+        result = agent.result(TURN, graded[number])
+        assert (result.outcome, result.extracted) == ("ok", "[]"), (program, result)
+        agent.close()
+
+
+def test_agents_find_their_own_modules(folders, interpreter, monkeypatch):
+    """Two agents of each kind at once, from two folders."""
+    one, two = folders
+    monkeypatch.setenv("PYTHONPATH", str(one))
+    monkeypatch.syspath_prepend(one)  # as if it had been set from the start
+    programs = []
+    for python in (None, interpreter):
+        programs += [{"function": f"{folder}/agent.py:solve", "python": python} for folder in folders]
+        programs.append({"function": "agent:solve", "python": python})
+        programs += [{"command": (python or sys.executable, f"{folder}/agent.py")} for folder in folders]
+    grade_all(programs)
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(one)])
+    monkeypatch.chdir(two)
+    programs = []
+    for python in (None, interpreter):
+        programs.append({"function": "agent:solve", "python": python})
+        programs.append({"command": (python or sys.executable, "-m", "agent")})
+    grade_all(programs)
+
+
+def test_graders_find_their_own_modules(folders, monkeypatch):
+    monkeypatch.chdir(folders[0])
+    pool = GraderPool("agent:grade", num_workers=1, deadline_s=60, memory_mib=None)
+    assert pool.grade([0])[0].value == "[]"
+    pool.close()
+
+
+def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):
+    """Not one entry of ours, and none where the user has none."""
+    program = "import os; print(int(os.environ.get('PYTHONPATH') == %r))"
+    for path in (str(tmp_path), None):
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        if path:
+            monkeypatch.setenv("PYTHONPATH", path)
+        agent = Agent(AgentConfig(name="a", num_workers=1, command=(sys.executable, "-c", program % path)), {}, 1)
+        [result] = agent.step([TURN])
+        assert result.reward == 1, result
+        agent.close()
