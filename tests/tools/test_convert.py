@@ -176,15 +176,13 @@ def test_examples_of_theirs(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_loss_is_theirs(name, tmp_path, monkeypatch):
-    """On one batch, in value and gradient: their functions, executed (tests/helpers/peers/losses.py)."""
-    monkeypatch.syspath_prepend(PEERS)
-    from losses import BATCH, MASK
-
+    """On one batch, in value and gradient: what their functions gave."""
     monkeypatch.setenv("DATA", "/data")
     cfg, _ = converted(name, tmp_path)
-    expected = json.loads((PEERS / "losses.json").read_text())[name]
-    mask = torch.tensor(MASK) != 0
-    t = {key: torch.tensor(rows, dtype=torch.float64) for key, rows in BATCH.items()}
+    recorded = json.loads((PEERS / "losses.json").read_text())
+    expected = recorded[name]
+    mask = torch.tensor(recorded["mask"]) != 0
+    t = {key: torch.tensor(rows, dtype=torch.float64) for key, rows in recorded["batch"].items()}
     logp = t["logp"].requires_grad_()
     seq = torch.arange(3)[:, None].expand_as(mask)
     loss, _ = policy_loss(
@@ -264,7 +262,7 @@ WHEELS = {"trl": "trl-1.16.0-py3-none-any.whl", "verl": "verl-0.9.1-py3-none-any
 @pytest.mark.parametrize("system", NAMES)
 def test_the_recorded_defaults_are_those_of_the_wheel(system):
     wheel = Path(os.environ["PEER_WHEELS"]) / WHEELS[system]
-    command = [sys.executable, str(PEERS / "defaults.py"), str(wheel)]
+    command = [sys.executable, str(ROOT / "tools" / "their_defaults.py"), str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     table = load_table(system)
     assert _named_as_now(yaml.safe_load(done.stdout), table) == table["recorded"]

@@ -6,8 +6,8 @@ import signal
 from contextlib import contextmanager
 
 import pytest
-import test_theirs
 from small_run import ROOT
+from test_theirs import SYSTEM_OF, USERS
 
 from config import ConfigError
 from support.inputs import reader
@@ -169,8 +169,7 @@ def seeds_of_files():
     peers = ROOT / "tests" / "helpers" / "peers"
     files = [(path.name.partition("_")[0], path.name, path.read_text()) for path in sorted(peers.glob("*_*.*"))]
     files = [file for file in files if file[0] in ("trl", "verl") and not file[1].endswith(".py")]
-    for suffix, (system, cases) in test_theirs.KINDS.items():
-        files += [(system, f"theirs.{suffix}", text) for text, *_ in cases.values()]
+    files += [(SYSTEM_OF[row["file"]], f"theirs.{row['file']}", row["text"]) for row in USERS]
     return files
 
 
