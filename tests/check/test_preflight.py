@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hf_folders import QWEN2
 
@@ -139,31 +138,6 @@ def recipe(tmp_path, monkeypatch):
         return cfg
 
     return load
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["math_1b.yaml", pytest.param("math_8b.yaml", marks=pytest.mark.long)])
-def test_gsm8k_recipe_with_local_files(recipe, tmp_path, name):
-    """The override that README shows; rows as the hub has them."""
-    words = []
-    for key, count in (("train", 40), ("validation", 9)):
-        file = tmp_path / f"gsm8k_{key}.jsonl"
-        rows = ({"question": f"{i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1:,}"} for i in range(990, 990 + count))
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words.append(f"data.{key}.data_path={file}")
-    cfg = recipe(name, *words, "policy.generation.max_new_tokens=768")
-    assert [section.dataset_name for section in cfg.data.train + cfg.data.validation] == ["gsm8k", "gsm8k"]
-    assert [section.split for section in cfg.data.train + cfg.data.validation] == ["train", "test"]
-    first = without_plan(check(cfg))[3]
-    number = int(np.random.Generator(np.random.PCG64([42, 0])).permutation(40)[0])  # the first of the first epoch
-    assert first.startswith(f"first      row {number} of gsm8k_train: '<|user|>Solve the problem step by step. ")
-    assert first.endswith(f"{990 + number} + 1?\\n<|end|><|assistant|>', expected answer '{991 + number:,}'")
-    inputs = read_inputs(cfg)
-    problem = inputs.train.datasets["gsm8k_train"].problems[10]
-    assert problem.env_name == "math" and problem.answer == "1,001" and list(inputs.environments) == ["math"]
-    (content,) = [message["content"] for message in problem.messages]
-    assert content.endswith("\n\n1000 + 1?\n") and r"\boxed{42}" in content
-    inputs.environments["math"].close()
 
 
 def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):

@@ -193,28 +193,6 @@ def test_a_query_sees_itself(window):
         packed_attention(x, x, x, layout, window=window)
 
 
-@pytest.mark.slow("False")
-@pytest.mark.parametrize("share_prefix", [False, True])
-def test_the_cuda_path_by_its_rule_equals_the_cpu_path(share_prefix, monkeypatch):
-    """Output and gradients of the branch for CUDA in float64, of groups in one pack and split over several."""
-    generator = torch.Generator().manual_seed(0)
-    for max_tokens in (79, 4000):
-        for micro in packs_of(groups_that_share_prompts(max_tokens), max_tokens, share_prefix):
-            layout = micro.layout
-            assert bool(layout.key_rows) == bool((micro.prefix_S >= 0).any())
-            shapes = [(len(micro.token_T), heads, 8) for heads in (4, 2, 2)]
-            qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-            found = []
-            for is_cuda in (False, True):
-                with monkeypatch.context() as patch:
-                    patch.setattr(attention, "uses_flash_attention", lambda *_: is_cuda)  # noqa: B023
-                    patch.setattr(attention, "varlen_attn", varlen_by_the_rule)
-                    out = packed_attention(*qkv, layout)
-                found.append([out, *torch.autograd.grad((out * out.detach().sin()).sum(), qkv)])
-            for ours, by_the_rule in zip(*found, strict=True):
-                assert (ours - by_the_rule).norm() <= 1e-12 * by_the_rule.norm()
-
-
 @pytest.mark.parametrize("is_installed", [False, True])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

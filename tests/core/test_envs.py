@@ -211,10 +211,6 @@ def chats(*, completions, answer):
     return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def ids(completions, completion_ids, prompt_ids):
-    return [len(new) + 10 * len(old) for new, old in zip(completion_ids, prompt_ids, strict=True)]
-
-
 def fails(completions):
     return [score(text) for text in completions]
 
@@ -267,12 +263,6 @@ def test_reward_functions_with_trls_signature():
         ConfigError, match=r"^rows.jsonl:2: no field 'level', which the reward function test_envs:length"
     ):
         make("length").check_answers([("rows.jsonl:1", "7", {"level": 1}), ("rows.jsonl:2", "7", {"missing": 1})])
-
-
-def test_reward_functions_get_token_ids_as_trl_gives_them():
-    (result,) = make("ids").step([replace(turn("abc"), prompt_ids=[5, 7], completion_ids=[1, 2, 3])])
-    assert result.reward == 23
-    make("ids").check_answers([("rows.jsonl:1", "7", {})])  # no field of the rows needs that name
 
 
 def test_a_reward_function_that_raises_is_named_with_file_and_line():

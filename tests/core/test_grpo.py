@@ -14,7 +14,6 @@ from tiny import VOCAB_SIZE
 
 import config
 import grpo
-from attention import PackLayout
 from head import response_logps
 from model import Reference, load_policy
 from pack import make_minibatches
@@ -273,19 +272,3 @@ def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, rank
     left = {name: value for name, value in metrics.items() if name not in lost}
     assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7, nan_ok=True)
     assert_close(gradients, expected, 1e-6)
-
-
-def test_the_layout_of_a_pack_is_made_once_for_all_its_forwards(policy, step, ranks, monkeypatch):
-    """Old log-probabilities, those of the reference, and two passes over each of two minibatches."""
-    made, of = [], PackLayout.of
-    monkeypatch.setattr(PackLayout, "of", lambda *pack: made.append(pack) or of(*pack))
-    packing = config.SequencePackingConfig(train_mb_tokens=64)
-    cfg = settings(policy={"train_global_batch_size": 10, "ppo_epochs": 2, "sequence_packing": packing})
-    cfg = replace(cfg, loss_fn=replace(cfg.loss_fn, reference_policy_kl_penalty=0.1))
-    minibatches = scored(policy, Reference(policy), step, cfg, ranks)
-    micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    for minibatch in minibatches * cfg.policy.ppo_epochs:
-        for micro in minibatch.micros:
-            grpo.compute_loss(policy, head_of(cfg), micro, minibatch, cfg)[0].backward()
-    assert all(micro.old_logp_R is not None and micro.ref_logp_R is not None for micro in micros)
-    assert len(made) == len(micros) > 3

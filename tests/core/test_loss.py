@@ -183,18 +183,6 @@ def test_a_kl_weight_beyond_float_is_no_kl_and_no_nan():
     assert abs(loss - (-0.367391 - share)) < PRINTED and batch["logp_R"].grad[0] == 0
 
 
-def test_effective_sample_size():
-    for options, weights in [
-        ({}, [math.exp(-0.1), math.exp(0.1), 1, 1, math.exp(0.3)]),
-        (ICEPOP, [0, math.exp(0.1), 1, 1, 0]),
-        (GSPO, [1, math.exp(0.3)]),
-    ]:
-        got = derived_metrics(reduced(policy_loss(**golden_batch(), cfg=LossConfig(**options))[1]))
-        want = sum(weights) ** 2 / len(weights) / sum(w * w for w in weights)
-        assert got["effective_sample_size"] == pytest.approx(want, rel=1e-6) and 0 < want < 1
-        assert "importance_weight_square" not in got
-
-
 def test_positive_nll_is_over_the_positive_tokens_of_the_whole_step():
     batch = golden_batch() | {"positive_R": torch.tensor([1, 1, 1, 0, 0, 0]), "num_positive_tokens": 7}
     loss, metrics = policy_loss(**batch, cfg=LossConfig(positive_example_nll_weight=0.5))
@@ -412,14 +400,6 @@ def test_nothing_is_read_back_from_the_device():
         {"use_cispo": True},
     ):
         policy_loss(**batch, num_positive_tokens=4, cfg=LossConfig(**terms, **options))
-
-
-@pytest.mark.parametrize(
-    "options, missing", [({"entropy_coef": 0.1}, "entropy_R"), ({"positive_example_nll_weight": 0.1}, "positive")]
-)
-def test_what_cannot_be_computed_is_refused(options, missing):
-    with pytest.raises(AssertionError, match=missing):
-        policy_loss(**golden_batch(), cfg=LossConfig(**options))
 
 
 # ---------------------------------------------------------------- sequences whose sampler is far off

@@ -9,17 +9,7 @@ from dist_case import make_samples, settings
 from loop import CPU
 
 import config
-import pack as pack_module
-from pack import (
-    ROW_FIELDS,
-    MicroBatch,
-    assign_to_ranks,
-    empty_pack,
-    finish_minibatches,
-    make_minibatches,
-    needs_old_logps,
-    pack_samples,
-)
+from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches, needs_old_logps
 from support.run.start import loss_path_of
 from support.system.ranks import Ranks
 
@@ -83,62 +73,6 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
         assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
         assert bool(empty) == (world_size == 16)
     assert all(len(of_rank) == 3 for of_rank in of_ranks)
-
-
-@pytest.mark.parametrize("share_prefix", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 30])
-def test_each_rank_builds_only_its_packs_and_they_are_those_of_all(step, world_size, share_prefix, monkeypatch):
-    """Against the packs of all ranks, built one rank after another and filled up to the same number: to the bit."""
-    samples, adv_B = step
-    samples[3].is_filtered = True  # filtered out
-    cfg = settings(
-        policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
-    )
-    for sample, adv in zip(samples, adv_B, strict=True):
-        sample.advantage = adv
-    members = [sample for sample in samples if not sample.is_filtered]
-    shares = assign_to_ranks(members, world_size, 64, share_prefix)
-    expected = [pack_samples(share, 64) for share in shares]
-    most = max(map(len, expected))
-    built = []
-    make_pack = pack_module._pack
-    monkeypatch.setattr(pack_module, "_pack", lambda *args: built.append(args) or make_pack(*args))
-    for number, packs in enumerate(expected):
-        built.clear()
-        (minibatch,) = make_minibatches(samples, adv_B, cfg, rank(number, world_size), CPU)
-        assert len(built) == len(packs) and len(minibatch.micros) == most
-        for micro, pack in zip(minibatch.micros, packs + [empty_pack()] * (most - len(packs)), strict=True):
-            for field in fields(pack):
-                array, other = np.asarray(getattr(micro, field.name)), getattr(pack, field.name)
-                assert array.dtype == other.dtype and array.tobytes() == other.tobytes(), field.name
-    assert any(len(packs) < most for packs in expected) or world_size < 30
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_shared_prompt_is_computed_once_in_a_pack(step, world_size):
-    """Tokens of a pack: the prompts of the groups in it, each once, and the responses without their last ids."""
-    samples, adv_B = step
-    samples[3].is_filtered = True  # filtered out
-    counts = {}
-    for share_prefix in (False, True):
-        packing = config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)
-        cfg = settings(policy={"sequence_packing": packing, "train_global_batch_size": 8})
-        of_ranks = [make_minibatches(samples, adv_B, cfg, rank(r, world_size), CPU) for r in range(world_size)]
-        for minibatches in zip(*of_ranks, strict=True):
-            micros = [micro for minibatch in minibatches for micro in minibatch.micros if len(micro.pos_R)]
-            num_tokens = 0
-            for micro in micros:
-                # Advantages tell samples apart: each is in one pack.
-                members = [sample for sample, adv in zip(samples, adv_B, strict=True) if np.float32(adv) in micro.adv_R]
-                prompts = {sample.prompt: sample.prompt_ids for sample in members}
-                heads = prompts.values() if share_prefix else [sample.prompt_ids for sample in members]
-                num_tokens += sum(map(len, heads)) + sum(len(sample.output_ids) - 1 for sample in members)
-            computed = sum(len(micro.token_T) for micro in micros)
-            assert [minibatch.num_input_tokens for minibatch in minibatches] == [computed] * world_size
-            # Ranks are balanced with parts of groups: two parts of one group can meet in a pack again.
-            assert computed == num_tokens or (world_size > 1 and share_prefix and computed > num_tokens)
-        counts[share_prefix] = sum(minibatch.num_input_tokens for minibatch in of_ranks[0])
-    assert counts[True] < counts[False] == sum(sample.num_tokens - 1 for sample in samples if not sample.is_filtered)
 
 
 def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_rank):

@@ -16,11 +16,10 @@ from config import ConfigError
 from engine import Completion, SamplingOptions
 from envs import StepResult
 from model import load_policy
-from rollout import Conversation, Sampler, sample_seed
+from rollout import Conversation, Sampler
 from support.graders.environments import make_environment
 from support.hf.weights import full_tensors
 from support.inputs.tokenizer import Tokenizer
-from support.system.exits import StopRun
 
 TEMPERATURE = 0.8
 
@@ -253,22 +252,6 @@ def test_a_conversation_without_room_ends_truncated(converse, synced, tokenizer,
         assert {s.num_tokens for s in short} == {128 if turns == 2 else 4}
 
 
-def test_each_turn_has_seeds_of_its_own_and_conversations_do_not_depend_on_the_batch(
-    converse, synced, tokenizer, monkeypatch
-):
-    prompts = rows(tokenizer, ["1+1", "2+2", "3+3"])
-    together = converse(Script(), prompts)
-    alone = [s for prompt in prompts for s in converse(Script(), [prompt])]
-    for a, b in zip(together, alone, strict=True):
-        assert (a.prompt, a.index, a.output_ids.tolist()) == (b.prompt, b.index, b.output_ids.tolist())
-    used = []
-    start = synced.start
-    monkeypatch.setattr(synced, "start", lambda ids, seeds, *rest: used.append(seeds) or start(ids, seeds, *rest))
-    converse(Script(), prompts, max_turns=2)
-    assert used[0] == [sample_seed(7, prompt, index) for prompt in range(3) for index in range(4)]
-    assert set(used[1]) <= {sample_seed(7, prompt, index, 1) for prompt in range(3) for index in range(4)}
-
-
 def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, tokenizer):
     (sample, *_), (masked, *_) = (converse(Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0))
     assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.grade.reward == sample.grade.reward
@@ -332,17 +315,3 @@ def test_an_environment_that_asks_gets_replies_with_their_special_tokens(convers
     end = tokenizer.added[tokenizer.eos_token_ids[0]]
     assert any(end in turn.raw_reply for turn in asks)
     assert not any(end in turn.messages[-1]["content"] for turn in asks)
-
-
-def test_too_many_errors_end_the_run(converse, tokenizer):
-    class Fails(Script):
-        def step(self, turns):
-            first = -1 if self.seen else 0
-            return [replace(v, outcome="error") if k == first else v for k, v in enumerate(super().step(turns))]
-
-    def run(bound):
-        return converse(Fails(0), rows(tokenizer, ["1"]), max_new_tokens=4, max_turns=1, max_error_fraction=bound)
-
-    assert [s.grade.outcome for s in run(0.25)].count("error") == 1
-    with pytest.raises(StopRun, match=r"1 of 4 answers could not be graded \({'script': 1}\), more than env"):
-        run(0.2)

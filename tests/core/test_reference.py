@@ -6,7 +6,6 @@ import pytest
 import torch
 from dist_case import settings
 from hf_folders import make_pack, response_rows
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
@@ -91,37 +90,3 @@ def test_which_type_the_config_asks_for():
 
     assert dtype() == torch.bfloat16
     assert dtype(alpha=0.5) == dtype(precision="float32") == torch.float32
-
-
-class Copies(TorchDispatchMode):
-    """(target, source, whether the host waits) of each copy, the tensors by their addresses."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func == torch.ops.aten.copy_.default:
-            self.seen.append((args[0].data_ptr(), args[1].data_ptr(), not (args[2:] and args[2])))
-        return func(*args, **(kwargs or {}))
-
-
-def test_for_a_gpu_it_is_pinned_and_lent_without_a_wait(policy, monkeypatch):
-    """This machine cannot pin memory: the request is recorded."""
-    empty, pinned = torch.empty, []
-
-    def recorded(*shape, pin_memory, **options):
-        rows = empty(*shape, **options)
-        pinned.extend([rows.data_ptr()] if pin_memory else [])
-        return rows
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-        patch.setattr(torch, "empty", recorded)
-        reference = Reference(policy, torch.bfloat16)
-    assert pinned == [rows.data_ptr() for rows in reference.shards.values()]
-    with Copies() as copies, reference.in_place_of(policy):
-        pass
-    lent = {(shard, source): waits for shard, source, waits in copies.seen if source in pinned}
-    addresses = [param.to_local().data_ptr() for param in sharded_parameters(policy).values()]
-    assert lent == dict.fromkeys(zip(addresses, pinned, strict=True), False)

@@ -392,18 +392,3 @@ def test_a_users_sampler_sees_the_newest_metrics(one_rank):
         with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards
             sample_step(sampler, cfg, SimpleNamespace(draw=draw), {"position": 9, "records": {"step": step}}, step, 99)
     assert seen == [1] * 5 + [2] * 3
-
-
-def test_an_engine_goes_on_while_others_wait(one_rank, monkeypatch):
-    """In rounds, until the last engine has what it waits for, or there is nothing more to do."""
-    calls, looks = [], iter([False, False, True])
-    work = SimpleNamespace(is_completed=lambda: next(looks))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, async_op: calls.append("begin") or work)
-    engine = SimpleNamespace(versions_by_request={"1": []}, step=lambda: calls.append("step"))
-    sampler = AheadSampler(engine, FakeTokenizer(), {}, replace(one_rank[0], world_size=2))
-    sampler.in_flight.append(([], {}))
-    sampler._wait_for_others()
-    assert calls == ["begin", *["step"] * 32]
-    engine.versions_by_request.clear()
-    sampler._wait_for_others()
-    assert calls[33:] == ["begin"]

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from cases import long_but
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import linear_logp
@@ -105,22 +104,6 @@ def test_gradients_equal_finite_differences(monkeypatch):
         assert torch.autograd.gradcheck(function, (hidden_TD, weight_VD))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "T, temperature",
-    long_but(
-        [(1, 1.0), (16, 0.7), (17, 1.0), (33, 0.7)], list(itertools.product([1, 15, 16, 17, 31, 32, 33], [1.0, 0.7]))
-    ),
-)
-def test_chunk_boundaries(monkeypatch, T, temperature):
-    V = 37
-    inputs = make_inputs(T, V)
-    check(inputs, TRITON, temperature, 4e-6, 1e-6)
-    for budget in (16 * V, 17 * V - 1, 1, 1 << 24):  # 16 rows twice, one row, everything in one chunk
-        monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, DEVICE, budget)
-        check(inputs, TORCH, temperature, 4e-6, 1e-6)
-
-
 def test_chunks_stay_within_the_budget(monkeypatch):
     for rows, vocab, budget in [(100, 7, 70), (100, 7, 76), (5, 7, 700), (3, 50, 7), (0, 7, 70)]:
         monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, "cpu", budget)
@@ -128,33 +111,6 @@ def test_chunks_stay_within_the_budget(monkeypatch):
         parts = [chunk.rows for chunk in logit_chunks(*matrices, torch.zeros(rows), vocab, 1.0, TORCH)]
         assert [t for c in parts for t in range(c.start, c.stop)] == list(range(rows))
         assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
-
-
-# Columns around 128 and 256; odd depths; large vocabularies; rows around 32 and 128.
-EDGE_SHAPES = [(5, V, 24) for V in (1, 2, 33, 127, 128, 129, 255, 256, 257, 1000)]
-EDGE_SHAPES += [(T, 300, 40) for T in (7, 31, 32, 33, 127, 129)]
-EDGE_SHAPES += [(530, 260, 8), (7, 257, 3), (7, 257, 71), (7, 32000, 16), (7, 151936, 16)]
-FEW_SHAPES = [(5, V, 24) for V in (1, 33, 255, 257, 1000)] + [(7, 257, 3), (7, 257, 71)]
-
-
-def edge_inputs(T, V, D, dtype):
-    hidden_TD, weight_VD, target_T = make_inputs(T, V, D, dtype)
-    edges = torch.tensor([V - 1, 0, 255, 256, 127, 128]).clamp(max=V - 1)  # first and last column
-    target_T[: len(edges)] = edges[:T]
-    return hidden_TD, weight_VD, target_T
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "T, V, D, dtype",
-    long_but(
-        [(*shape, dtype) for shape in FEW_SHAPES for dtype in (torch.float32, torch.bfloat16)],
-        [(*shape, dtype) for shape in EDGE_SHAPES for dtype in (torch.float32, torch.bfloat16)],
-    ),
-)
-def test_edge_shapes(T, V, D, dtype):
-    gradient = 1e-5 if dtype == torch.float32 else 3e-3
-    check(edge_inputs(T, V, D, dtype), KernelBackend("triton"), 0.7, gradient=gradient)
 
 
 @backends
@@ -170,31 +126,6 @@ def test_no_rows(backend):
     assert logp_T.shape == entropy_T.shape == (0,)
     (logp_T.sum() + entropy_T.sum()).backward()
     assert hidden_TD.grad.shape == (0, 8) and (weight_VD.grad == 0).all()
-
-
-@pytest.mark.slow
-@backends
-@pytest.mark.parametrize(
-    "kind, offset", [("equal", 0.0), ("equal", 300.0), ("low", -1000.0), ("one huge", 0.0), ("one column", 0.0)]
-)
-def test_extreme_logits(backend, kind, offset):
-    # The last hidden unit is 1, so that the last weight column is added to the logits as it is.
-    hidden_TD, weight_VD, _ = (x.detach() for x in make_inputs(9, V=1 if kind == "one column" else 300))
-    target_T = torch.arange(9, device=DEVICE) * 37 % len(weight_VD)
-    hidden_TD[:, -1], weight_VD[:, -1] = 1, offset
-    if kind == "equal":
-        hidden_TD[:, :-1] = 0
-    if kind == "one huge":
-        weight_VD[3, -1] = 800.0
-    got, want = run(ours(backend), hidden_TD, weight_VD, target_T), oracle(hidden_TD, weight_VD, target_T)
-    assert all(x.isfinite().all() for x in got) and (got[0] <= 0).all()
-    # The matmul rounds logits near 1000 to 3e-5 already; a few such roundings meet, in another order with each backend:
-    # 3e-7 of the largest logit. dX's last column, offset * sum(dz) = 0, is noise.
-    bound = max(1e-4, 3e-7 * (hidden_TD @ weight_VD.T).abs().max().item())
-    for a, b in zip((*got[:2], got[2][:, :-1], got[3]), (*want[:2], want[2][:, :-1], want[3]), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=bound)
-    if kind == "equal":
-        torch.testing.assert_close(got[1], torch.full_like(got[1], math.log(300)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow("triton")
@@ -262,34 +193,6 @@ def test_rounding_of_factors_ends_with_its_block():
         assert matmul.fp32_precision == "bf16"
         raise ZeroDivisionError
     assert matmul.fp32_precision == before != "bf16"
-
-
-@pytest.mark.slow
-@backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_buffers_are_written_where_they_should_be(monkeypatch, backend, dtype):
-    """Every buffer starts as NaN between two guards. Nothing of it is left, no guard is touched, inputs stay; and a
-    second call gives the same bits."""
-    guard, buffers, unguarded = 64, [], torch.Tensor.new_empty
-
-    def new_empty(self, *size, dtype=None, device=None):
-        if device:  # the interpreter's own
-            return unguarded(self, *size, device=device)
-        shape = torch.Size(size if isinstance(size[0], int) else size[0])
-        flat = torch.full((shape.numel() + 2 * guard,), torch.nan, dtype=dtype or self.dtype, device=self.device)
-        flat[:guard] = flat[-guard:] = 7.0
-        buffers.append(flat)
-        return flat[guard:-guard].view(shape)
-
-    inputs = make_inputs(35, V=259, D=21, dtype=dtype)  # two chunks of 16 rows and one of 3
-    before = [x.detach().clone() for x in inputs]
-    want = run(ours(backend), *inputs)
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    monkeypatch.setattr(torch, "empty_like", lambda x: x.new_empty(x.shape))
-    got = run(ours(backend), *inputs)
-    assert len(buffers) >= 4 and all((x[:guard] == 7).all() and (x[-guard:] == 7).all() for x in buffers)
-    assert all(a.equal(b) for a, b in zip(got, want, strict=True))
-    assert all(a.equal(b) for a, b in zip(inputs, before, strict=True))
 
 
 @pytest.mark.slow("triton")

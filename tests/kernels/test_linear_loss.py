@@ -61,19 +61,16 @@ def cfg(request):
 
 all_paths = pytest.mark.parametrize("path", PATHS, indirect=True)
 cover = pytest.mark.parametrize("cfg", COVER_NAMES, indirect=True)
+FEW_TERMS = [("torch", "dual"), ("triton", "dual"), ("triton", "cispo")]
 every_path_and_term = pytest.mark.parametrize(
-    "path, cfg",
-    long_but([("torch", "dual"), ("triton", "dual"), ("triton", "cispo")], list(itertools.product(PATHS, COVER_NAMES))),
-    indirect=True,
+    "path, cfg", long_but(FEW_TERMS, list(itertools.product(PATHS, COVER_NAMES))), indirect=True
 )
+FEW_WIDTHS = [("torch", torch.bfloat16), ("triton", torch.float32), ("triton", torch.bfloat16)]
+WIDTHS = (torch.float32, torch.bfloat16)
 every_path_and_width = pytest.mark.parametrize(
-    "path, dtype",
-    long_but(
-        [("torch", torch.bfloat16), ("triton", torch.float32), ("triton", torch.bfloat16)],
-        list(itertools.product(PATHS, (torch.float32, torch.bfloat16))),
-    ),
-    indirect=["path"],
+    "path, dtype", long_but(FEW_WIDTHS, list(itertools.product(PATHS, WIDTHS))), indirect=["path"]
 )
+PASSES = ("one pass", "two passes")  # the second is kernels.linear_logp, which scoring calls too
 
 
 class Case:
@@ -200,8 +197,8 @@ def test_edge_shapes(monkeypatch, R, V, D, number):
     if V >= 32000:  # CPU's own matmul errs by 3e-5 when it sums 151,936 products: an exact one shows what else does
         monkeypatch.setattr(torch, "mm", lambda a, b, out, **_: out.copy_(a.double() @ b.double()))
     case = Case(R, V, D, seed=R)
-    for path in (TRITON, TORCH):
-        close(case.ours(cfg, path), case.oracle(cfg), gradient=1e-5)
+    for path, kind in itertools.product(PATHS.values(), PASSES):
+        close(case.ours(cfg, path_of(kind, path.backend)), case.oracle(cfg), gradient=1e-5)
 
 
 @pytest.mark.slow
@@ -217,11 +214,14 @@ def test_extreme_logits(path, cfg, kind):
     if kind == "one huge":
         weight[7, -1] = 200  # of the others, exp(-logp) is infinite: not to be met where a token is masked
     case = Case(9, 300, hidden=hidden, weight=weight, temperature=1.0)
-    got, want = list(case.ours(cfg, path)), list(case.oracle(cfg))
-    got[3], want[3] = got[3][:, :-1], want[3][:, :-1]  # the last column is its weight times the sum of dz, which is 0
-    close(got, want, gradient=1e-5)
-    if kind == "equal":
-        torch.testing.assert_close(got[2], torch.full_like(got[2], np.log(300)), rtol=1e-6, atol=0)
+    want = list(case.oracle(cfg))
+    want[3] = want[3][:, :-1]  # the last column is its weight times the sum of dz, which is 0
+    for passes in PASSES:
+        got = list(case.ours(cfg, path_of(passes, path.backend)))
+        got[3] = got[3][:, :-1]
+        close(got, want, gradient=1e-5)
+        if kind == "equal":
+            torch.testing.assert_close(got[2], torch.full_like(got[2], np.log(300)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
@@ -349,7 +349,8 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path, coupled):
 
 @pytest.mark.slow
 @every_path_and_width
-def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype):
+@pytest.mark.parametrize("passes", PASSES)
+def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype, passes):
     """Every buffer starts as NaN between two guards. Nothing of it is left, no guard is touched, inputs stay; and a
     second call gives the same bits."""
     guard, buffers, unguarded = 64, [], torch.Tensor.new_empty
@@ -363,6 +364,7 @@ def test_buffers_are_written_where_they_should_be(monkeypatch, path, dtype):
         buffers.append(flat)
         return flat[guard:-guard].view(shape)
 
+    path = path_of(passes, path.backend)
     case, cfg = Case(35, 259, D=21, dtype=dtype), COVER[1]  # two chunks of 16 rows and one of 3
     pack = case.pack(cfg, dtype=torch.float32)
     inputs = (case.hidden, case.weight, case.target, *(x for x in pack.values() if isinstance(x, torch.Tensor)))

@@ -57,23 +57,6 @@ def test_checkpoints_with_and_without_offload_are_the_same(folders, one_rank, tm
             train(model, optimizer, (2,))
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_moments_get_memory_that_no_activation_has_had(folders, one_rank, monkeypatch, offloads):
-    """torch's cache is emptied before the step that makes them, and before no other."""
-    model, optimizer = fresh(folders / "qwen3", one_rank[2], ADAMW, offloads=offloads)
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(len(optimizer.state)))
-    for part in optimizer.optimizers:
-        monkeypatch.setattr(part, "step", lambda step=part.step: calls.append("step") or step())
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    for _ in range(2):
-        optimizer.step()
-    assert calls[:2] == [0, "step"] and calls.count(0) == 1 and len(optimizer.state) > 2
-
-
 def recorded():
     """The gradients of 1,000 steps of the smoke task (the file says which; of some they are all 0), four times over."""
     return [*load_file(Path(__file__).with_name("smoke_gradients.safetensors"))["grad"]] * 4

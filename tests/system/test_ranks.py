@@ -35,7 +35,6 @@ from support.hf.weights import full_tensors, merged_weight
 from support.inputs.reader import load
 from support.inputs.tokenizer import Tokenizer
 from support.system.exchange import move_tokens
-from support.system.exits import host_name
 from support.system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -317,27 +316,6 @@ def test_a_run_has_the_device_it_was_started_for_or_ends(monkeypatch, wanted, nu
             with pytest.raises(ConfigError, match=expected) as refusal:
                 support.system.ranks.choose_device(1)
             assert "\n" not in str(refusal.value)
-
-
-def test_on_cuda_no_device_is_bound_to_the_process_group(monkeypatch):
-    """With one, every group that vLLM makes splits NCCL's communicator; without, torch.cuda.set_device must come first,
-    and objects and barriers need gloo beside NCCL."""
-    calls = mock.Mock()
-    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 1), ("GRPO_DEVICE", "cuda")):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
-    monkeypatch.setattr(support.system.ranks.dist, "init_process_group", calls.init_process_group)
-    monkeypatch.setattr(support.system.ranks, "gather", lambda value, group: [("other", 7), value])
-    with contextlib.ExitStack() as stack:
-        for patch in gpus(2):
-            stack.enter_context(patch)
-        place, device = support.system.ranks.start_process_group(tp_size=1)
-    assert (place.rank, place.world_size, device) == (1, 2, torch.device("cuda", 1))
-    assert calls.mock_calls == [
-        mock.call.set_device(device),
-        mock.call.init_process_group("cpu:gloo,cuda:nccl", timeout=support.system.ranks.COLLECTIVE_TIMEOUT),
-    ]
-    assert place.peers.processes == {0: ("other", 7), 1: (host_name(), os.getpid())}
 
 
 @pytest.mark.parametrize(
