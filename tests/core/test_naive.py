@@ -1,0 +1,83 @@
+"""examples/naive.py, which has no packs, no shared prompts, no shards and no head of its own: the same gradient."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import torch
+from dist_case import packs_of
+from safetensors.torch import load_file
+
+import config
+import grpo
+from examples import naive
+from model import load_policy
+from pack import finish_minibatches, make_minibatches
+from records import Sample
+from support.run.start import loss_path_of
+
+STARTER = naive.TASK / "starter"
+
+
+def groups_of(w, model_config, num_groups):
+    """Groups of the starter's own replies, of different lengths, to prompts of different lengths; advantages."""
+    rng = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for i in range(num_groups):
+        prompt = [258, *(rng.randrange(256) for _ in range(1 + 3 * i)), 257, 260]
+        groups.append(naive.sample(w, model_config, prompt, 4, generator))
+    return groups, torch.randn(num_groups, 4, generator=generator)
+
+
+def samples_of(groups, adv_PG):
+    """The replies as the program's own samples."""
+    samples = []
+    for prompt, group in enumerate(groups):
+        for index, (token_T, logp_T, is_sampled_T) in enumerate(zip(*group, strict=True)):
+            (where,) = is_sampled_T.nonzero(as_tuple=True)
+            first, end = int(where[0]), int(where[-1]) + 1
+            samples.append(
+                Sample(
+                    prompt=prompt,
+                    index=index,
+                    row_id=prompt,
+                    prompt_ids=token_T[:first].tolist(),
+                    output_ids=token_T[first:end].numpy().astype(np.int32),
+                    sampler_logps=logp_T[first:end].numpy(),
+                    mask=np.ones(end - first, bool),
+                    finish_reason="stop",
+                    versions=np.zeros(end - first, np.int32),
+                )
+            )
+    return samples, adv_PG.flatten().tolist()
+
+
+def test_its_gradient_is_the_programs(one_rank):
+    """Both in float32: sums in another order. Relative to a parameter's gradient, by the Euclidean norm."""
+    ranks, device, mesh = one_rank
+    model_config = json.loads((STARTER / "config.json").read_text())
+    w = {name: x.float().requires_grad_() for name, x in load_file(STARTER / "model.safetensors").items()}
+    groups, adv_PG = groups_of(w, model_config, 5)
+    samples, adv_B = samples_of(groups, adv_PG)
+    num_tokens = sum(sample.num_gen_tokens for sample in samples)
+    for group, adv_G in zip(groups, adv_PG, strict=True):
+        naive.loss_of_group(w, model_config, group, adv_G, num_tokens, len(samples)).backward()
+
+    cfg = packs_of(48)
+    cfg = replace(cfg, policy=replace(cfg.policy, generation=config.GenerationConfig(max_new_tokens=8)))
+    assert cfg.loss_fn == naive.LOSS
+    model = load_policy(STARTER, device=device, mesh=mesh)
+    head_options = grpo.HeadOptions(path=loss_path_of(cfg))
+    minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
+    finish_minibatches(minibatches, cfg, head_options.path, 0)
+    (minibatch,) = minibatches
+    assert len(minibatch.micros) > 2
+    grpo.compute_gradients(model, head_options, minibatch, cfg)
+
+    ours = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    assert ours.keys() == w.keys()
+    for name, grad in ours.items():
+        exact = w[name].grad
+        assert (grad - exact).norm() <= 1e-5 * exact.norm(), name
