@@ -222,6 +222,14 @@ class LossConfig(Section):
     off_policy_mask_threshold: float | None = key(None, ">= 0")
     """Sequences of negative advantage are not trained where the sampler's mean log-probability is above the policy's
     by more than this (DeepSeek-V3.2); null trains them."""
+    token_rejection_ratio_min: float | None = key(None, "> 0")
+    """Tokens whose probability in the trainer is below this times the sampler's are not trained; null sets no bound."""
+    token_rejection_ratio_max: float | None = key(None, "> 0")
+    """Tokens whose probability in the trainer is above this times the sampler's are not trained; null sets no bound."""
+    sequence_rejection_ratio_min: float | None = key(None, "> 0")
+    """Sequences whose geometric mean of these ratios is below this are not trained; null sets no bound."""
+    sequence_rejection_ratio_max: float | None = key(None, "> 0")
+    """Sequences whose geometric mean of these ratios is above this are not trained; null sets no bound."""
     disable_ppo_ratio: bool = False
     """The log-probability replaces the ratio, which makes this the plain policy gradient."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -265,6 +273,13 @@ class LossConfig(Section):
     """The entropy bonus has this weight; the entropy is exact, over all tokens that top_p and top_k keep."""
     positive_example_nll_weight: float = key(0.0, ">= 0")
     """Samples with a reward above 0 add their -log-probability with this weight."""
+
+    @property
+    def has_rejection(self) -> bool:
+        """Whether tokens or sequences are rejected by their ratios."""
+        of_tokens = (self.token_rejection_ratio_min, self.token_rejection_ratio_max)
+        of_sequences = (self.sequence_rejection_ratio_min, self.sequence_rejection_ratio_max)
+        return any(bound is not None for bound in of_tokens + of_sequences)
 
 
 class LoRAConfig(Section):

@@ -61,8 +61,11 @@ def policy_loss(
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
     (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens of weight 0 or cut by a filter.
     """
-    given = (sampler_logp_R, adv_R, mask_R, seq_R, cfg)
-    t = _Tokens(logp_R, old_logp_R, *given)
+    t = _Tokens(logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
+    before_rejection = t
+    if cfg.has_rejection:
+        mask_R = t.mask_R & ~_is_rejected(t, cfg)
+        t = _Tokens(logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
     weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
     ratio_R, clamped_R = _ratios(t, cfg)
     sampler_weight_R, outside_R = _sampler_weights(t, cfg)
@@ -74,23 +77,32 @@ def policy_loss(
     loss = (loss_R * weight_R).sum()
     kl = nll = loss.new_zeros(())
     if ref_logp_R is not None and cfg.reference_policy_kl_penalty:
-        t_of_kl = t if unfiltered_logp_R is None else _Tokens(unfiltered_logp_R, None, *given)
-        kl = (_reference_kl(t_of_kl, ref_logp_R, cfg) * weight_R).sum()
+        t_of_kl = t
+        if unfiltered_logp_R is not None:
+            t_of_kl = _Tokens(unfiltered_logp_R, None, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
+        kl_R = _reference_kl(t_of_kl, ref_logp_R, cfg)
+        kl = (kl_R * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.entropy_coef:
         assert entropy_R is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_R"
-        loss = loss - cfg.entropy_coef * (t.where_trained(entropy_R) * weight_R).sum()
+        entropy = (t.where_trained(entropy_R) * weight_R).sum()
+        loss = loss - cfg.entropy_coef * entropy
     if cfg.positive_example_nll_weight:
         assert positive_R is not None and num_positive_tokens is not None, "positive-example NLL needs both"
-        nll = -torch.where(positive_R != 0, t.logp_R, 0.0).sum() / _at_least_one(num_positive_tokens)
+        positive_logp_R = torch.where(positive_R != 0, t.logp_R, 0.0)
+        nll = -positive_logp_R.sum() / _at_least_one(num_positive_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
 
     metrics: Metrics = {}
     if with_metrics:
+        metrics["loss"] = loss.detach()
+        metrics["kl_penalty"] = kl.detach()
+        metrics["positive_nll_loss"] = nll.detach()
         with torch.no_grad():
-            metrics |= {"loss": loss.detach(), "kl_penalty": kl.detach(), "positive_nll_loss": nll.detach()}
             metrics |= _token_metrics(t, ratio_R, clamped_R, entropy_R, cfg)
             metrics |= _weight_metrics(t, sampler_weight_R, outside_R, cfg)
+            if cfg.has_rejection:
+                metrics["kept_fraction/rejection"] = (t.counted_R.sum(), before_rejection.counted_R.sum())
     return loss, metrics
 
 
@@ -102,12 +114,14 @@ class _Tokens:
     """
 
     def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
-        old_logp_R = logp_R if old_logp_R is None or cfg.force_on_policy_ratio else old_logp_R
-        shapes = [x.shape for x in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
+        if old_logp_R is None or cfg.force_on_policy_ratio:
+            old_logp_R = logp_R
+        shapes = [x_R.shape for x_R in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
         assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
         self.mask_R = mask_R != 0  # as the caller says
         self.counted_R = self.mask_R & sampler_logp_R.isfinite()  # in lengths, and in the caller's counts
-        self.valid_R = self.counted_R & (logp_R != -math.inf) & (old_logp_R != -math.inf)  # has a gradient
+        is_cut_R = (logp_R == -math.inf) | (old_logp_R == -math.inf)
+        self.valid_R = self.counted_R & ~is_cut_R  # has a gradient
         self.dtype = logp_R.dtype
         self.logp_R = self.where_trained(logp_R)
         self.old_logp_R = self.where_trained(old_logp_R).detach()
@@ -120,6 +134,7 @@ class _Tokens:
         return torch.where(self.valid_R, x_R.to(self.dtype), 0.0)
 
     def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the trained tokens."""
         return self.where_trained(x_R).sum(), self.valid_R.sum()
 
 
@@ -129,25 +144,35 @@ class _Sequences:
     def __init__(self, seq_R: Tensor, counted_R: Tensor, dtype: torch.dtype):
         # Numbers the sequences, below R, by their first index in the sorted seq_R. `unique` would number them too, but
         # make the host wait for the length of its result.
-        self.index_R = torch.searchsorted(seq_R.sort().values, seq_R.contiguous())
+        sorted_R = seq_R.sort().values
+        self.index_R = torch.searchsorted(sorted_R, seq_R.contiguous())
         self.counted_R = counted_R
-        self.length_R = self.sum_for_each_token(counted_R.to(dtype)).clamp(min=1)  # tokens of the token's sequence
-        self.count = self.sum_over_sequences(torch.ones_like(self.length_R)).round()  # sequences with a counted token
+        length_R = self.sum_for_each_token(counted_R.to(dtype))
+        self.length_R = length_R.clamp(min=1)  # tokens of the token's sequence
+        one_R = torch.ones_like(self.length_R)
+        self.count = self.sum_over_sequences(one_R).round()  # sequences with a counted token
 
     def sum_for_each_token(self, x_R: Tensor) -> Tensor:
         """[R]: for each token the sum of x_R over its sequence. x_R must be 0 where a token is not counted."""
-        return torch.zeros_like(x_R).index_add(0, self.index_R, x_R)[self.index_R]
+        sum_of_sequence = torch.zeros_like(x_R).index_add(0, self.index_R, x_R)
+        return sum_of_sequence[self.index_R]
+
+    def mean_for_each_token(self, x_R: Tensor) -> Tensor:
+        """[R]: for each token the mean of x_R over its sequence. x_R must be 0 where a token is not counted."""
+        return self.sum_for_each_token(x_R) / self.length_R
 
     def sum_over_sequences(self, x_R: Tensor) -> Tensor:
         """A scalar: x_R, which must be equal within a sequence, summed once for each sequence with a counted token."""
         return torch.where(self.counted_R, x_R / self.length_R, 0).sum()
 
     def mean(self, x_R: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the sequences with a counted token."""
         return self.sum_over_sequences(x_R), self.count
 
 
 def _at_least_one(count: int | Tensor) -> Tensor:
-    return torch.as_tensor(count).clamp(min=1)  # a step without a valid token gives 0, not 0/0
+    """A step without a valid token gives 0, not 0/0."""
+    return torch.as_tensor(count).clamp(min=1)
 
 
 def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg: LossConfig) -> Tensor:
@@ -157,13 +182,34 @@ def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg
     their tokens' mean (GRPO, Shao et al. 2024). loss_scale_factor takes the place of the number of tokens (1: verl's
     token-sum), or of the length (Dr. GRPO, Liu et al. 2025; verl).
     """
-    ones_R = torch.ones_like(seqs.length_R)
-    factor = cfg.loss_scale_factor
+    one_R = torch.ones_like(seqs.length_R)
     if cfg.token_level_loss:
-        num_tokens = _at_least_one(num_valid_tokens) if factor is None else factor
-        return ones_R / num_tokens
-    length_R = seqs.length_R if factor is None else ones_R * factor
+        num_tokens = cfg.loss_scale_factor
+        if num_tokens is None:
+            num_tokens = _at_least_one(num_valid_tokens)
+        return one_R / num_tokens
+    length_R = seqs.length_R
+    if cfg.loss_scale_factor is not None:
+        length_R = one_R * cfg.loss_scale_factor
     return 1 / length_R / _at_least_one(num_valid_seqs)
+
+
+def _is_rejected(t: _Tokens, cfg: LossConfig) -> Tensor:
+    """[R], bool: tokens whose ratio old / sampler, or whose sequence's geometric mean of them, is out of bounds (verl's
+    rollout_rs=token_k1 and seq_mean_k1). They are taken out of the mask: nothing trains them, the KL and the entropy
+    bonus neither, and they count in no length. The caller's counts include them."""
+    log_ratio_R = (t.old_logp_R - t.sampler_logp_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    mean_R = t.seqs.mean_for_each_token(log_ratio_R)
+    token_R = _is_outside(log_ratio_R, cfg.token_rejection_ratio_min, cfg.token_rejection_ratio_max)
+    sequence_R = _is_outside(mean_R, cfg.sequence_rejection_ratio_min, cfg.sequence_rejection_ratio_max)
+    return t.counted_R & (token_R | sequence_R)
+
+
+def _is_outside(log_ratio_R: Tensor, low: float | None, high: float | None) -> Tensor:
+    """[R], bool: whether the ratio is below low or above high; None is no bound."""
+    log_low = -math.inf if low is None else math.log(low)
+    log_high = math.inf if high is None else math.log(high)
+    return (log_ratio_R < log_low) | (log_ratio_R > log_high)
 
 
 def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
@@ -182,19 +228,21 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
         return t.logp_R, t.logp_R
     log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
     if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
-        mean_R = t.seqs.sum_for_each_token(log_ratio_R) / t.seqs.length_R
+        log_ratio_R = t.seqs.mean_for_each_token(log_ratio_R)
         if cfg.gspo_token:
-            mean_R = mean_R.detach() + t.logp_R - t.logp_R.detach()
-        log_ratio_R = mean_R
+            log_ratio_R = log_ratio_R.detach() + t.logp_R - t.logp_R.detach()
     ratio_R = log_ratio_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if cfg.token_loss != "ppo":
         return ratio_R, ratio_R
-    return ratio_R, ratio_R.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+    clamped_R = ratio_R.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+    return ratio_R, clamped_R
 
 
 def _logp_to_compare(t: _Tokens, cfg: LossConfig) -> Tensor:
     """Of the policy that the ratio compares with: the sampler, or the trainer at the start of the step."""
-    return t.sampler_logp_R if cfg.old_logprobs == "sampler" else t.old_logp_R
+    if cfg.old_logprobs == "sampler":
+        return t.sampler_logp_R
+    return t.old_logp_R
 
 
 def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> Tensor:
@@ -216,30 +264,47 @@ def _token_loss(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig)
     if cfg.use_cispo:
         return -t.adv_R * clamped_R.detach() * t.logp_R
     if cfg.token_loss == "sapo":
-        tau_R = torch.full_like(t.adv_R, cfg.sapo_tau_negative)
-        tau_R = torch.where(t.adv_R > 0, torch.full_like(t.adv_R, cfg.sapo_tau_positive), tau_R)
-        return -t.adv_R * 4 / tau_R * torch.sigmoid(tau_R * (ratio_R - 1))
+        return _sapo_loss(t, ratio_R, cfg)
     if cfg.token_loss in ("dppo", "ipo"):
-        log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
-        masked_R = torch.where(_is_outside_mask(t, cfg), 0.0, -t.adv_R * ratio_R)
-        return masked_R + cfg.dppo_kl_tau * log_ratio_R.square()
+        return _dppo_loss(t, ratio_R, cfg)
     if cfg.token_loss == "dppo_tv":
-        constant_R = ratio_R.detach()
-        if cfg.ratio_clip_c is not None:
-            constant_R = constant_R.clamp(max=cfg.ratio_clip_c)
-        return torch.where(_is_outside_mask(t, cfg), 0.0, -t.adv_R * constant_R * t.logp_R)
+        return _dppo_tv_loss(t, ratio_R, cfg)
     if cfg.token_loss == "gmpo":
         return -t.adv_R * _geometric_mean_ratio(t, cfg)
     loss_R = torch.maximum(-t.adv_R * ratio_R, -t.adv_R * clamped_R)
     if cfg.ratio_clip_c is not None:
-        loss_R = torch.where(t.adv_R < 0, torch.minimum(loss_R, -t.adv_R * cfg.ratio_clip_c), loss_R)
+        bounded_R = torch.minimum(loss_R, -t.adv_R * cfg.ratio_clip_c)
+        loss_R = torch.where(t.adv_R < 0, bounded_R, loss_R)
     return loss_R
+
+
+def _sapo_loss(t: _Tokens, ratio_R: Tensor, cfg: LossConfig) -> Tensor:
+    positive_tau_R = torch.full_like(t.adv_R, cfg.sapo_tau_positive)
+    negative_tau_R = torch.full_like(t.adv_R, cfg.sapo_tau_negative)
+    tau_R = torch.where(t.adv_R > 0, positive_tau_R, negative_tau_R)
+    gate_R = torch.sigmoid(tau_R * (ratio_R - 1))
+    return -t.adv_R * 4 / tau_R * gate_R
+
+
+def _dppo_loss(t: _Tokens, ratio_R: Tensor, cfg: LossConfig) -> Tensor:
+    log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
+    masked_R = torch.where(_is_outside_mask(t, cfg), 0.0, -t.adv_R * ratio_R)
+    return masked_R + cfg.dppo_kl_tau * log_ratio_R.square()
+
+
+def _dppo_tv_loss(t: _Tokens, ratio_R: Tensor, cfg: LossConfig) -> Tensor:
+    constant_R = ratio_R.detach()
+    if cfg.ratio_clip_c is not None:
+        constant_R = constant_R.clamp(max=cfg.ratio_clip_c)
+    loss_R = -t.adv_R * constant_R * t.logp_R
+    return torch.where(_is_outside_mask(t, cfg), 0.0, loss_R)
 
 
 def _is_outside_mask(t: _Tokens, cfg: LossConfig) -> Tensor:
     """[R], bool: where the mask of dppo, dppo_tv or ipo removes the token's policy gradient. It bounds the change of
     the token's probability, not of its ratio: a rare token may move by a large factor."""
-    moved_R = (t.logp_R.exp() - _logp_to_compare(t, cfg).exp()).detach()
+    p_R = t.logp_R.detach().exp()
+    moved_R = p_R - _logp_to_compare(t, cfg).exp()
     is_above_R = moved_R > cfg.dppo_mask_high
     is_below_R = moved_R < -cfg.dppo_mask_low
     if cfg.token_loss == "ipo":
@@ -253,15 +318,16 @@ def _geometric_mean_ratio(t: _Tokens, cfg: LossConfig) -> Tensor:
     clipped_R = log_ratio_R.clamp(-cfg.ratio_clip_min, cfg.ratio_clip_max)
     sign_R = t.adv_R.sign()
     pessimistic_R = sign_R * torch.minimum(sign_R * log_ratio_R, sign_R * clipped_R)
-    mean_R = t.seqs.sum_for_each_token(pessimistic_R) / t.seqs.length_R
+    mean_R = t.seqs.mean_for_each_token(pessimistic_R)
     return mean_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _is_off_policy(t: _Tokens, cfg: LossConfig) -> Tensor:
     """[R], bool: the tokens of negative advantage whose sequence the policy has left: its mean of sampler - logp is
     above off_policy_mask_threshold. They are not trained, and count in the denominator (DeepSeek-V3.2, 2025; TRL)."""
-    left_R = t.seqs.sum_for_each_token(t.sampler_logp_R - t.logp_R.detach()) / t.seqs.length_R
-    return (t.adv_R < 0) & (left_R > cfg.off_policy_mask_threshold)
+    gap_R = t.sampler_logp_R - t.logp_R.detach()
+    is_left_R = t.seqs.mean_for_each_token(gap_R) > cfg.off_policy_mask_threshold
+    return is_left_R & (t.adv_R < 0)
 
 
 def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None]:
@@ -275,17 +341,24 @@ def _sampler_weights(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor | None
         seq-mask-tis             token weights, 0 where the sequence's geometric mean is outside (Liu, Li et al. 2025)
         null, sequence           unbounded; `sequence` alone has no bias (docs/off_policy.md), at the highest variance
     """
-    kind = cfg.truncated_importance_sampling_type
-    low = cfg.truncated_importance_sampling_ratio_min or 0.0
-    high = cfg.truncated_importance_sampling_ratio
     log_weight_R = t.old_logp_R - t.sampler_logp_R
-    sequence_log_R = t.seqs.sum_for_each_token(log_weight_R)
-    mean_log_R, level = sequence_log_R / t.seqs.length_R, _weight_level(cfg)
-    log_weight_R = {"token": log_weight_R, "sequence_mean": mean_log_R, "sequence_sum": sequence_log_R}[level]
+    log_product_R = t.seqs.sum_for_each_token(log_weight_R)
+    log_mean_R = log_product_R / t.seqs.length_R
+    level = _weight_level(cfg)
+    if level == "sequence_mean":
+        log_weight_R = log_mean_R
+    elif level == "sequence_sum":
+        log_weight_R = log_product_R
     weight_R = log_weight_R.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    kind = cfg.truncated_importance_sampling_type
     if kind in (None, "sequence"):
         return weight_R, None
-    bounded_R = mean_log_R.exp() if kind == "seq-mask-tis" else weight_R
+    low = cfg.truncated_importance_sampling_ratio_min or 0.0
+    high = cfg.truncated_importance_sampling_ratio
+    bounded_R = weight_R
+    if kind == "seq-mask-tis":
+        bounded_R = log_mean_R.exp()
     outside_R = (bounded_R < low) | (bounded_R > high)
     if kind in ("tis", "sequence-truncate"):
         return weight_R.clamp(low, high), outside_R
@@ -296,7 +369,9 @@ def _weight_level(cfg: LossConfig) -> str:
     """What a sampler weight covers: token, sequence_mean or sequence_sum."""
     if cfg.truncated_importance_sampling_type in BY_SEQUENCE:
         return "sequence_sum"
-    return cfg.importance_sampling_correction_level if cfg.sequence_level_importance_ratios else "token"
+    if cfg.sequence_level_importance_ratios:
+        return cfg.importance_sampling_correction_level
+    return "token"
 
 
 def kl_estimate(log_ratio_R: Tensor, kind: str) -> Tensor:
@@ -304,11 +379,15 @@ def kl_estimate(log_ratio_R: Tensor, kind: str) -> Tensor:
     assert kind in ("k1", "k2", "k3"), kind
     if kind == "k1":
         return -log_ratio_R
-    return log_ratio_R.square() / 2 if kind == "k2" else log_ratio_R.expm1() - log_ratio_R
+    if kind == "k2":
+        return log_ratio_R.square() / 2
+    return log_ratio_R.expm1() - log_ratio_R
 
 
 def clamp_abs(x_R: Tensor, limit: float | None) -> Tensor:
-    return x_R if limit is None else x_R.clamp(-limit, limit)
+    if limit is None:
+        return x_R
+    return x_R.clamp(-limit, limit)
 
 
 def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
@@ -333,18 +412,19 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
         drawn_R = t.old_logp_R
     log_factor_R = t.logp_R - drawn_R
     finite_R = log_factor_R.exp().isfinite()  # before the exp that has a gradient: 0 times infinity would be NaN
-    score_factor_R = torch.where(finite_R, torch.where(finite_R, log_factor_R, 0.0).exp(), 0.0)
+    finite_log_R = torch.where(finite_R, log_factor_R, 0.0)
+    factor_R = torch.where(finite_R, finite_log_R.exp(), 0.0)
+    if cfg.kl_gradient == "plain":
+        factor_R = factor_R.detach()
     is_clamped_R = bounded_R != log_ratio_R
-    score_factor_R = torch.where(is_clamped_R | (cfg.kl_gradient == "plain"), score_factor_R.detach(), score_factor_R)
-    kl_R = score_factor_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type)
+    factor_R = torch.where(is_clamped_R, factor_R.detach(), factor_R)
+    kl_R = factor_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type)
     return clamp_abs(kl_R, cfg.kl_output_clamp_value)
 
 
 def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cfg: LossConfig) -> Metrics:
     """Counts, extremes, and means over the trained tokens, under NeMo RL's names where it has one."""
     gap_R = t.sampler_logp_R - t.old_logp_R
-    mixture_R = torch.logaddexp(t.old_logp_R, t.sampler_logp_R) - math.log(2)
-    js_R = (kl_estimate(t.old_logp_R - mixture_R, "k3") + kl_estimate(t.sampler_logp_R - mixture_R, "k3")) / 2
     low_R, high_R = _clipped(t, ratio_R, clamped_R, cfg)
     mean_R = {
         "probs_ratio": ratio_R,
@@ -355,7 +435,7 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
         "token_mult_prob_error": gap_R.abs().exp(),
         "gen_kl_error": kl_estimate(-gap_R, cfg.reference_policy_kl_type),
         "policy_kl_error": kl_estimate(gap_R, cfg.reference_policy_kl_type),
-        "js_divergence_error": js_R,
+        "js_divergence_error": _js_divergence(t.old_logp_R, t.sampler_logp_R),
         # -E[log p] under the current policy, estimated from the sampler's tokens. `entropy` is exact.
         "approx_entropy": -(t.logp_R - t.sampler_logp_R).exp() * t.logp_R,
     }
@@ -371,32 +451,47 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     return metrics
 
 
+def _js_divergence(logp_R: Tensor, other_R: Tensor) -> Tensor:
+    """Estimate of the Jensen-Shannon divergence of two policies: the mean KL of each from their mixture."""
+    mixture_R = torch.logaddexp(logp_R, other_R) - math.log(2)
+    kl_R = kl_estimate(logp_R - mixture_R, "k3")
+    kl_of_other_R = kl_estimate(other_R - mixture_R, "k3")
+    return (kl_R + kl_of_other_R) / 2
+
+
 def _clipped(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     """([R], [R]), bool: where the lower and the upper clip, not the dual clip, acts on the token."""
+    low_R = ratio_R < clamped_R
+    high_R = ratio_R > clamped_R
     if cfg.use_cispo:  # bounds the weight on both sides
-        return ratio_R < clamped_R, ratio_R > clamped_R
+        return low_R, high_R
     if cfg.token_loss in ("dppo", "ipo", "dppo_tv"):
-        is_removed_R = _is_outside_mask(t, cfg)
+        low_R = high_R = _is_outside_mask(t, cfg)
     elif cfg.token_loss == "gmpo":
         log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
-        is_below_R = (t.adv_R < 0) & (log_ratio_R < -cfg.ratio_clip_min)
-        is_removed_R = is_below_R | ((t.adv_R > 0) & (log_ratio_R > cfg.ratio_clip_max))
-    else:  # PPO's clip binds on one side for each sign of A
-        is_below_R = (t.adv_R < 0) & (ratio_R < clamped_R)
-        is_removed_R = is_below_R | ((t.adv_R > 0) & (ratio_R > clamped_R))
-    return is_removed_R & (t.adv_R < 0), is_removed_R & (t.adv_R > 0)
+        low_R = log_ratio_R < -cfg.ratio_clip_min
+        high_R = log_ratio_R > cfg.ratio_clip_max
+    # A clip binds on one side for each sign of A.
+    return low_R & (t.adv_R < 0), high_R & (t.adv_R > 0)
 
 
 def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg: LossConfig) -> Metrics:
     """Means of the sampler weights, after truncation or masking: over sequences where each has one weight."""
-    kind, level = cfg.truncated_importance_sampling_type, _weight_level(cfg)
-    mean_of = t.mean if level == "token" else t.seqs.mean
+    kind = cfg.truncated_importance_sampling_type
+    level = _weight_level(cfg)
+    mean_of = t.seqs.mean
+    if level == "token":
+        mean_of = t.mean
     mean = mean_of(weight_R)
-    metrics = {"importance_weight_mean": mean, "importance_weight_square": mean_of(weight_R**2)}
+    metrics: Metrics = {"importance_weight_mean": mean, "importance_weight_square": mean_of(weight_R**2)}
     # NeMo RL's name, and its number: with GSPO it sums over sequences instead of averaging.
-    metrics["sampling_importance_ratio"] = mean if kind in BY_SEQUENCE or level != "sequence_sum" else mean[0]
+    metrics["sampling_importance_ratio"] = mean
+    if level == "sequence_sum" and kind not in BY_SEQUENCE:
+        metrics["sampling_importance_ratio"] = mean[0]
     if outside_R is not None:
-        mean_of = t.seqs.mean if kind == "seq-mask-tis" or kind in BY_SEQUENCE else t.mean
+        mean_of = t.mean
+        if kind == "seq-mask-tis" or kind in BY_SEQUENCE:
+            mean_of = t.seqs.mean
         metrics["is_oob_ratio"] = mean_of(outside_R)
         if kind in ("icepop", "seq-mask-tis", "sequence-mask"):
             metrics["kept_fraction/importance_sampling"] = t.mean(~outside_R)
@@ -420,20 +515,24 @@ def seq_logp_error_mask(
     error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
     kept_R = mask_R & (error_R <= threshold)
     metrics: Metrics = {}
-    for suffix, counted_R in ("", mask_R), ("_after_mask", kept_R):
-        name, one_R = f"seq_mult_prob_error{suffix}", counted_R.to(gap_R.dtype)
+    for name, counted_R in (("seq_mult_prob_error", mask_R), ("seq_mult_prob_error_after_mask", kept_R)):
+        one_R = counted_R.to(gap_R.dtype)
         metrics[name] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
         metrics[f"{name}_min"], metrics[f"{name}_max"] = _extremes(error_R, counted_R)
     lost_R = (mask_R & ~kept_R).to(gap_R.dtype)
     num_lost = seqs.sum_over_sequences(lost_R)
     metrics["num_masked_seqs_by_logprob_error"] = num_lost
     metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
-    metrics["masked_correct_pct"] = (seqs.sum_over_sequences(lost_R * (correct_R != 0)), num_lost)
+    num_lost_correct = seqs.sum_over_sequences(lost_R * (correct_R != 0))
+    metrics["masked_correct_pct"] = (num_lost_correct, num_lost)
     return kept_R, metrics
 
 
 def _extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum and maximum over the valid tokens; the appended infinity defines them where there are none."""
-    inf = x_R.new_full((1,), torch.inf)
-    smallest = torch.cat([torch.where(valid_R, x_R, torch.inf), inf]).amin()
-    return smallest, torch.cat([torch.where(valid_R, x_R, -torch.inf), -inf]).amax()
+    infinity = x_R.new_full((1,), torch.inf)
+    high_R = torch.where(valid_R, x_R, torch.inf)
+    low_R = torch.where(valid_R, x_R, -torch.inf)
+    smallest = torch.cat([high_R, infinity]).amin()
+    largest = torch.cat([low_R, -infinity]).amax()
+    return smallest, largest

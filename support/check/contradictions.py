@@ -231,6 +231,13 @@ RULES = [
         why="the first must be lower",
     ),
     Rule(
+        refuse=[
+            above("loss_fn.token_rejection_ratio_min", "loss_fn.token_rejection_ratio_max"),
+            above("loss_fn.sequence_rejection_ratio_min", "loss_fn.sequence_rejection_ratio_max"),
+        ],
+        why="no ratio is within these bounds; the first must be lower",
+    ),
+    Rule(
         when=[equal("grpo.adv_estimator.name", "gdpo")],
         refuse=[equal("grpo.turn_level_advantages", True)],
         why="its rewards are sums over all turns; use another estimator",

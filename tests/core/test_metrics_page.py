@@ -44,6 +44,7 @@ OPTIONS = (  # what writes metrics of its own, in one run
     "loss_fn.truncated_importance_sampling_type=icepop",
     "loss_fn.truncated_importance_sampling_ratio=2",
     "loss_fn.truncated_importance_sampling_ratio_min=0.5",
+    "loss_fn.sequence_rejection_ratio_max=9",
     "checkpointing.save_hf_at_end=false",
 )
 
