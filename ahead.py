@@ -83,15 +83,15 @@ class AheadSampler(Sampler):
         if not self.in_flight or self.ranks.dp_size == 1:
             return
         others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while self.engine.versions_by_request or self.led_by_agent:
+        while self.engine.versions_by_request or self.led:
             if not self.ranks.any_rank_of_engine(not others.is_completed()):
                 return
             for _ in range(STEPS_BETWEEN_STOPS):
-                self.engine.step()
+                self.step()
 
     def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether its first replies (of agents: its rollouts) have ended; further turns start
-        at their step. A collective of all ranks that generate."""
+        """Group of a later step -> whether its first replies have ended, or all of a conversation that an environment
+        leads; further turns start at their step. A collective of all ranks that generate."""
         under_way = [conversation for conversations, _ in self.in_flight for conversation in conversations]
         missing = torch.tensor([self._is_missing(conversation) for conversation in under_way], dtype=torch.int32)
         dist.all_reduce(missing)
@@ -102,7 +102,7 @@ class AheadSampler(Sampler):
         return is_whole
 
     def _is_missing(self, conversation: Conversation) -> bool:
-        """Whether this rank's engine still draws its first reply, or its agent still works."""
+        """Whether this rank still waits for its first reply, or for the environment that leads it."""
         if not conversation.request_id or conversation.state is State.DONE:
             return False
         return conversation.request_id not in self.engine.unclaimed

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from config import Config, GenerationConfig
 from kernels.matmul import bfloat16_factors
 from model import Decoder
-from records import Sample
 from support.hf.weights import full_tensors
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
@@ -92,11 +91,16 @@ class Engine:
     should_stop: whether to abort generation; all ranks of an engine must get the same answer (any_rank_of_engine).
     """
 
-    should_stop: Callable[[], bool] = staticmethod(lambda: False)
-    before_step: Callable[[], None] = staticmethod(lambda: None)  # requests of agents come and go (endpoint.py)
-
-    def __init__(self, folder: Path, model: ModelConfig, tokenizer: Tokenizer, cfg: Config):
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        cfg: Config,
+        should_stop: Callable[[], bool] = lambda: False,
+    ):
         vllm_cfg = cfg.policy.generation.vllm_cfg
+        self.should_stop = should_stop
         self.rebuilds_cache = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
         self.drains = not cfg.grpo.async_grpo.in_flight_weight_updates  # before a sync, in a split job
         if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
@@ -156,7 +160,8 @@ class Engine:
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         self.next_id = count()
         self.advances = count(1)
-        self.asleep_since, self.seconds_asleep = time.monotonic(), 0.0  # the total: agents' deadlines do not count it
+        self.asleep_since = time.monotonic()
+        self.seconds_asleep = 0.0  # in all: a deadline that runs meanwhile does not count them
         # Unfinished request -> [(weight version, number of its first token), ...]
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
         self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
@@ -166,17 +171,16 @@ class Engine:
     ) -> list[Completion]:
         """Samples one completion per prompt; every rank of an engine must call it alike. In float32 on CPU a completion
         depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round differently in other batches. With
-        `may_stop`, raises Interrupted when should_stop says so."""
+        `may_stop`, raises Interrupted when should_stop says so. It goes before all that is running."""
+        self.preempt()
         return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
 
     def start(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
         """Queues a request for each prompt; returns the request ids, for `wait`. In an asynchronous run the lowest
-        priority number comes first. Priority 0 (validation) sends running requests back to the queue."""
+        priority number comes first."""
         assert self.weight_version >= 0, "start() before a sync(): the weights are dummies, or dropped by sleep()"
-        if self.versions_by_request and priority == 0:
-            self._forget_cache()
         request_ids = [str(next(self.next_id)) for _ in prompts]
         for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
             params = SamplingParams(
@@ -241,13 +245,17 @@ class Engine:
 
     def step(self) -> list[str]:
         """Decodes a token of each running request. Returns the ids of the requests that end."""
-        self.before_step()
         if self.is_idle:
             return []
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # for the head's matmul
             ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
         self.unclaimed |= {key: _completion(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
         return list(ended)
+
+    def preempt(self) -> None:
+        """Sends running requests back to the queue: what starts next with a lower priority number does not wait."""
+        if self.versions_by_request:
+            self._forget_cache()
 
     def _forget_cache(self) -> None:
         """Drops all keys and values. Unfinished requests compute them again, with the newest weights."""
@@ -315,7 +323,7 @@ class Engine:
 
 
 def reply_parsers() -> tuple[Callable, Callable, type]:
-    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read: for agents."""
+    """vLLM's tool parsers and reasoning parsers, by name, and the request that they read."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
@@ -351,11 +359,3 @@ def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
     num_bytes = engine.sync(full_tensors(model, engine.dtype), version)
     engine.wake("kv_cache")
     return num_bytes
-
-
-def check_versions(samples: Sequence[Sample], version: int, max_age: int) -> None:
-    """Raises StopRun if a token was not drawn from `version`, the newest weights, or one of the max_age before it."""
-    drawn_from = sorted({end for sample in samples for end in (sample.weight_version, sample.newest_version)})
-    if not version - max_age <= drawn_from[0] <= drawn_from[-1] <= version:
-        allowed = f"the oldest allowed is {version - max_age}, the trainer is at {version}"
-        raise StopRun(f"samples are of weight versions {drawn_from}, {allowed}: a sync is missing")

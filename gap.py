@@ -25,13 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import PackLayout
-from config import GRPOConfig
+from config import Config, GRPOConfig
 from engine import Completion, SamplingOptions
 from head import HeadOptions, response_logps
 from loss import Metrics, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
+from records import Sample
 from support.system.exits import StopRun
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
@@ -53,6 +54,33 @@ class Gap:
     @property
     def metrics(self) -> Numbers:
         return {"logp_gap_mean": self.mean, "logp_gap_max": self.largest}
+
+
+def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
+    """Raises StopRun if a token was not drawn from the newest weights, `version`, or from those of one of the max_age
+    steps before them."""
+    oldest = min(sample.weight_version for sample in samples)
+    newest = max(sample.newest_version for sample in samples)
+    oldest_allowed = version - grpo.async_grpo.max_age
+    if oldest < oldest_allowed or newest > version:
+        raise StopRun(
+            f"samples are of weight versions {oldest} to {newest}; the oldest allowed is {oldest_allowed}, the trainer "
+            f"is at {version}: a sync is missing"
+        )
+
+
+def needs_old_logps(cfg: Config) -> bool:
+    """Whether log-probabilities at the start of the step need a forward of their own.
+
+    With one optimizer step per rollout, the training forward runs the policy of the start, and the ratio is exactly 1:
+    none is needed. It is where the policy moves between optimizer steps, or the gap is measured before the step
+    (async_grpo), unless old_logprobs=sampler; and always for seq_logprob_error_threshold.
+    """
+    per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
+    policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
+    is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
+    ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
+    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:

@@ -44,13 +44,13 @@ from torch import Tensor
 from advantages import step_advantages
 from config import Config
 from engine import sync_weights
-from gap import Gap, check_canary, gap_before_training, loss_and_gap, newest_tokens
+from gap import Gap, check_canary, check_versions, gap_before_training, loss_and_gap, needs_old_logps, newest_tokens
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
-from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches, needs_old_logps
+from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
 from support.run import start, steps
 from support.run.validation import validate
@@ -69,6 +69,7 @@ def train(run: start.Run) -> None:
     for step in steps.remaining_steps(run):
         with timer("generation"):
             samples = sample_step(run.sampler, cfg, run.inputs.train, state.cursor, step, run.num_steps)
+            check_versions(samples.trained, step - 1, cfg.grpo)
             run.engine.sleep()
 
         with timer("advantage_calculation"):

@@ -104,7 +104,6 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Nu
     if len(tokens_E) > 1:
         metrics["idle_engine_fraction"] = 1 - _mean(tokens_E) / max(tokens_E)
     metrics |= _by_label(generated)
-    metrics |= _of_agents([s for s in generated if s.is_led])
     metrics |= _lengths(generated)
     metrics["total_num_tokens"] = sum(s.num_tokens for s in trained)
     metrics["truncation_rate"] = _mean(s.finish_reason == "length" for s in generated)
@@ -128,17 +127,6 @@ def _lengths(samples: Sequence[Sample]) -> Numbers:
         "total_turns": sum(turns_B),
         "avg_turns_per_sample": _mean(turns_B),
         "max_turns_per_sample": max(turns_B),
-    }
-
-
-def _of_agents(samples: Sequence[Sample]) -> Numbers:
-    """Means over the rollouts that agents led: replies, sequences, and the share that crashed."""
-    if not samples:
-        return {}
-    return {
-        "agent/calls_per_rollout": _mean(s.num_calls for s in samples),
-        "agent/rows_per_rollout": _mean(len(s.sequences) if s.num_calls else 0 for s in samples),
-        "agent/crashed": _mean(s.grade.outcome == "crashed" for s in samples),
     }
 
 

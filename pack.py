@@ -167,20 +167,6 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
     )
 
 
-def needs_old_logps(cfg: Config) -> bool:
-    """Whether log-probabilities at the start of the step need a forward of their own.
-
-    With one optimizer step per rollout, the training forward runs the policy of the start, and the ratio is exactly 1:
-    none is needed. It is where the policy moves between optimizer steps, or the gap is measured before the step
-    (async_grpo), unless old_logprobs=sampler; and always for seq_logprob_error_threshold.
-    """
-    per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
-    policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
-    is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
-    ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
-    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None
-
-
 @torch.no_grad()
 def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
     """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
@@ -275,7 +261,7 @@ def assign_to_ranks(
     samples: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
 ) -> list[list[Part]]:
     """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
-    `max_tokens` input tokens; without `share_prefix` each sample is a part. Rows of agents may differ in their prompts.
+    `max_tokens` input tokens; without `share_prefix` each sample is a part.
 
     Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
@@ -288,10 +274,8 @@ def assign_to_ranks(
 
 
 def _prompt_of(sample: Sample) -> tuple[int, ...]:
-    """Equal for samples that may share a prompt in a pack."""
-    if sample.is_led:
-        return (sample.prompt, *sample.prompt_ids)
-    return (sample.prompt,)
+    """Equal for samples that share a prompt in a pack: two sequences of a group may begin in different ways."""
+    return (sample.prompt, *sample.prompt_ids)
 
 
 def _load_of_busiest(shares: Sequence[Sequence[Part]]) -> int:

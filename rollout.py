@@ -17,7 +17,7 @@ from typing import Protocol
 import envs
 from advantages import filter_overlong, rewards_differ, shape_rewards
 from config import Config
-from engine import Completion, Engine, SamplingOptions, check_versions
+from engine import Completion, Engine, SamplingOptions
 from records import Grade, Problem, Sample, groups_of, sample_seed
 from support.graders.failures import Failures, reason_of
 from support.graders.grading import Grading, Turns
@@ -141,17 +141,6 @@ def seed_of(conversation: Conversation) -> int:
     return sample_seed(*key)
 
 
-def priority_of(conversation: Conversation) -> int:
-    """The engine runs the lowest number first: the step that trains the sample, so the oldest step comes first. A
-    validation comes before all steps: its first replies have 0, which also evicts the running requests (engine.py), its
-    later replies and its agents a negative number."""
-    if conversation.step != VALIDATION:
-        return conversation.step
-    if conversation.sample.is_led:
-        return -1
-    return -conversation.sample.num_turns
-
-
 class AgentEndpoint(Protocol):
     """What the sampler needs of support.agents.endpoint.Endpoint."""
 
@@ -161,6 +150,8 @@ class AgentEndpoint(Protocol):
 
     def finish(self, key: str, sample: Sample, result: envs.StepResult, is_trained: bool) -> envs.StepResult: ...
 
+    def before_step(self) -> None: ...
+
     def shut_down(self) -> None: ...
 
 
@@ -169,7 +160,8 @@ class Sampler(AbstractContextManager):
 
     max_turns: most replies in a conversation. max_error_fraction, max_crashed_fraction: the shares of a call's samples
     that may end in these outcomes. score_conversations: RewardModel.score, where an environment asks for it. endpoint:
-    for agents; led_by_agent: the conversations that they lead, by request id, those of later steps too.
+    for agents; led: the conversations that they lead, by request id, those of later steps too. stop: whether to give up
+    waiting for grades.
     """
 
     def __init__(
@@ -183,6 +175,7 @@ class Sampler(AbstractContextManager):
         max_crashed_fraction: float = 1.0,
         score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None,
         endpoint: AgentEndpoint | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -191,9 +184,9 @@ class Sampler(AbstractContextManager):
         self.max_turns = max_turns
         self.score_conversations = score_conversations
         self.endpoint = endpoint
-        self.grading = Grading(environments)
+        self.grading = Grading(environments, stop)
         self.failures = Failures(max_error_fraction, max_crashed_fraction)
-        self.led_by_agent: dict[str, Conversation] = {}
+        self.led: dict[str, Conversation] = {}
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None:  # else a grader may still be working, and this process ends anyway
@@ -224,7 +217,10 @@ class Sampler(AbstractContextManager):
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Conversation]:
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
-        The ranks of an engine take turns as holders of the samples that it draws."""
+        The ranks of an engine take turns as holders of the samples that it draws. A validation goes before all that is
+        running."""
+        if step == VALIDATION:
+            self.engine.preempt()
         conversations = []
         shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
         for dp_rank, share in enumerate(shares):
@@ -250,10 +246,9 @@ class Sampler(AbstractContextManager):
         problem, sample = conversation.problem, conversation.sample
         key = (*conversation.seed_key, sample.prompt, sample.index)
         max_calls = self.environments[problem.env_name].cfg.max_calls
-        priority = priority_of(conversation)
-        conversation.request_id, url = self.endpoint.open(key, conversation.options, priority, max_calls)
+        conversation.request_id, url = self.endpoint.open(key, conversation.options, conversation.step, max_calls)
         conversation.state = State.GRADING
-        self.led_by_agent[conversation.request_id] = conversation
+        self.led[conversation.request_id] = conversation
         given = {
             "base_url": url,
             "seed": sample_seed(*key),
@@ -270,7 +265,7 @@ class Sampler(AbstractContextManager):
             return
         prompts = [conversation.sample.token_ids for conversation in conversations]
         seeds = [seed_of(conversation) for conversation in conversations]
-        priority = max(priority_of(conversation) for conversation in conversations)
+        priority = conversations[0].step  # the oldest step first, a validation before all of them
         request_ids = self.engine.start(prompts, seeds, conversations[0].options, priority)
         for conversation, request_id in zip(conversations, request_ids, strict=True):
             conversation.request_id = request_id
@@ -369,16 +364,16 @@ class Sampler(AbstractContextManager):
         """Has these turns graded, and takes the results that are there; waits for one if there is nothing else to do.
         One rank of an engine grades for all of them, because a deadline might give two ranks two verdicts."""
         awaited = {c.request_id: c for c in conversations if c.state is State.GRADING}
-        awaited |= self.led_by_agent  # of later steps too: their results arrive now
+        awaited |= self.led  # of later steps too: their results arrive now
         if not awaited:
             return
         # An idle engine may have ended a reply that `_collect_replies` has not taken yet.
         is_drawing = any(conversation.state is State.DRAWING for conversation in conversations)
-        must_wait = self.engine.is_idle and not is_drawing and not self.led_by_agent
+        must_wait = self.engine.is_idle and not is_drawing and not self.led
         results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
         for request_id, result in results.items():
             conversation = awaited[request_id]
-            if self.led_by_agent.pop(request_id, None):
+            if self.led.pop(request_id, None):
                 result = self.endpoint.finish(request_id, conversation.sample, result, conversation.is_trained)
             conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
 
@@ -386,8 +381,19 @@ class Sampler(AbstractContextManager):
         """Draws a token of each running request, if any: an agent's, or one of a later step, counts too."""
         drawing = {c.request_id: c for c in conversations if c.state is State.DRAWING}
         is_grading = any(conversation.state is State.GRADING for conversation in conversations)
-        if drawing or self.led_by_agent or (is_grading and not self.engine.is_idle):
+        if drawing or self.led or (is_grading and not self.engine.is_idle):
+            self._answer_calls()
             self.engine.advance(drawing)
+
+    def step(self) -> None:
+        """Decodes a token of each running request."""
+        self._answer_calls()
+        self.engine.step()
+
+    def _answer_calls(self) -> None:
+        """Agents get the replies that have ended, and what they ask for starts."""
+        if self.endpoint:
+            self.endpoint.before_step()
 
     def _score_by_model(self, samples: Sequence[Sample]) -> None:
         """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
@@ -455,7 +461,7 @@ def sample_step(
     were cut, others are drawn.
 
     Raises StopRun if dynamic_sampling_max_gen_batches batches are too few; dynamic_sampling_when_exhausted=train trains
-    the groups that there are instead. Raises StopRun if a token was drawn from older weights than the config allows.
+    the groups that there are instead.
     """
     grpo = cfg.grpo
     generated: list[Sample] = []
@@ -483,7 +489,6 @@ def sample_step(
                 if not sample.grade.is_valid:
                     sample.is_filtered = True
 
-    check_versions(trained, step - 1, grpo.async_grpo.max_age)
     metrics: dict[str, float] = {"num_overlong_filtered": num_filtered, "num_skipped_samples": num_skipped}
     if grpo.use_dynamic_sampling:
         metrics["dynamic_sampling_num_gen_batches"] = num_batches

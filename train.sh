@@ -73,7 +73,7 @@ trap '' PIPE  # whoever reads the output may leave (| head): that costs no run
 # says again, and better: of all rows, of a resumed run, of the GPU that is there.
 world=(-u WORLD_SIZE)
 [[ -z $nproc ]] || world=("WORLD_SIZE=$((nproc * num_nodes))" "LOCAL_WORLD_SIZE=$nproc")
-found=$(env -u GRPO_PARENT "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
+found=$(env "${world[@]}" "$PYTHON" grpo.py --check "$config" "$@" "${memory[@]}") ||
     { status=$?; printf '%s' "${found:+$found$'\n'}"; exit "$status"; }
 if [[ -z $nproc ]]; then  # on a CPU the model decides
     layout=$(grep '^ranks ' <<<"$found")
@@ -83,7 +83,7 @@ fi
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
-export GRPO_PARENT=$$  # support/system/launch.py ends with it; its ranks need not try what the check has tried
+export GRPO_PARENT=$$  # support/system/launch.py ends with it
 # By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}

@@ -1,11 +1,11 @@
 """An OpenAI endpoint on this machine over the run's own engine: one URL, with a key that nobody can guess, per rollout.
 
-All that has tokens is the main thread's: `Engine.step` calls `before_step`, which answers what has ended and starts
-what was asked for. server.py has the thread that speaks HTTP.
+All that has tokens is the main thread's: between two decode steps the sampler calls `before_step`, which answers what
+has ended and starts what was asked for. server.py has the thread that speaks HTTP.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -31,7 +31,6 @@ class SamplingEngine(Protocol):
     stop_token_ids: Sequence[int]
     weight_version: int
     max_total_tokens: int
-    before_step: Callable[[], None]
 
     @property
     def is_idle(self) -> bool: ...
@@ -65,7 +64,6 @@ class Endpoint:
         self.server: Server | None = None
         if ranks.leads_engine:
             self.server = Server(lambda key: key in self.rollouts, ranks.print_rank0)
-        engine.before_step = self.before_step
 
     def open(self, seed_key: tuple[int, ...], options: Options, priority: int, max_calls: int) -> tuple[str, str]:
         """A new rollout: (its key, its base URL)."""

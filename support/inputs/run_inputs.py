@@ -63,14 +63,12 @@ def read_inputs(
     *,
     to_train: bool = True,
     to_plan: bool = False,
-    tries_environments: bool = True,
     max_rows: int | None = None,
     on_rank0: OnRank0 = lambda work: work(),
 ) -> RunInputs:
     """Everything the config names; ConfigError for whatever is wrong with it. Without `to_train` the run of
     `resume_from` is only scored, and there may be no step to train. With `to_plan` the policy's weights may be absent.
-    tries_environments: false where they have been tried before, because a judge may cost money. max_rows, on_rank0: as
-    in `load_dataset`."""
+    max_rows, on_rank0: as in `load_dataset`."""
     if to_train:
         check_wandb(cfg.logger)
     resume.check_folders(cfg)
@@ -89,9 +87,7 @@ def read_inputs(
     has_teacher = to_train and cfg.policy.reference_model_name is not None
     teacher = read_teacher(cfg, tokenizer) if has_teacher else None
     inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher)
-    if tries_environments:
-        return replace(inputs, asks_again=on_rank0(lambda: try_environments(inputs)))
-    return inputs
+    return replace(inputs, asks_again=on_rank0(lambda: try_environments(inputs)))
 
 
 def check_wandb(cfg: LoggerConfig) -> None:

@@ -16,13 +16,13 @@ from ahead import AheadSampler
 from attention import uses_flash_attention
 from config import Config, ConfigError, GenerationConfig
 from engine import Engine, reply_parsers
+from gap import needs_old_logps
 from head import HeadOptions, LossPath, choose_loss_path
 from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
 from model import Decoder, Reference, load_policy
 from optim import build_optimizer
-from pack import needs_old_logps
 from rollout import Sampler
 from support.check import preflight
 from support.check.memory_plan import OWN_CONTEXT
@@ -36,6 +36,7 @@ from support.run.folder import open_run_folder
 from support.run.log import RunLog, Timers
 from support.run.memory import Memory
 from support.run.reward_model import RewardModel
+from support.split import bridge
 from support.split.generators import Generators, serve
 from support.system.exits import NO_PEERS, Signals, describe_failure, report_exit
 from support.system.optimizer import Optimizer
@@ -118,12 +119,13 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         gpu_bytes, words = preflight.gpu_memory(words)
         cfg = preflight.parse_command_line(words, usage)
         generation = cfg.policy.generation
-        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, generation.num_generators)
+        split = None
+        if generation.num_generators:
+            split = partial(bridge.split, num_generators=generation.num_generators)
+        ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, split)
         peers = ranks.peers
         cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
-        is_tried = "GRPO_PARENT" in os.environ  # by the check of train.sh
-        first = partial(on_rank0, group=ranks.job)
-        inputs = read_inputs(cfg, to_train=to_train, tries_environments=not is_tried, on_rank0=first)
+        inputs = read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
         memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
@@ -159,7 +161,7 @@ def set_up(job: Job) -> Run:
     memory = job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     head_options = build_head(cfg, inputs, device)
-    model, sampler = build(cfg, inputs, ranks, device)
+    model, sampler = build(cfg, inputs, ranks, device, signals.pending)
     ranks.print_rank0(head_options.describe(model.config.vocab_size))
     expand_segments()  # vLLM has made its memory pools, and sleeps
     weights = memory.plan.states().get("weights", 0)
@@ -169,8 +171,6 @@ def set_up(job: Job) -> Run:
     if ranks.bridge:
         for environment in inputs.environments.values():  # the generators grade
             environment.close()
-    else:
-        _stop_at(signals, sampler, ranks)
     run = Run(
         **vars(job),
         model=model,
@@ -202,17 +202,10 @@ def set_up(job: Job) -> Run:
 def generate(job: Job) -> str:
     """Runs a generator of a split job to its end; returns why it ended."""
     signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
-    sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device)
-    _stop_at(signals, sampler, job.ranks)
+    sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device, signals.pending)
     with sampler:
         serve(sampler, job.device, job.watchdog)
     return "the trainers need no more samples"
-
-
-def _stop_at(signals: Signals, sampler: Sampler, ranks: Ranks) -> None:
-    """A signal stops generation and grading."""
-    sampler.grading.stop = signals.pending
-    sampler.engine.should_stop = lambda: ranks.any_rank_of_engine(signals.pending())
 
 
 def restore(run: Run) -> None:
@@ -317,13 +310,15 @@ def compiles(option: bool | None, device_type: str) -> bool:
     return True
 
 
-def build(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> tuple[Decoder, Sampler | Generators]:
+def build(
+    cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, stop: Callable[[], bool] = lambda: False
+) -> tuple[Decoder, Sampler | Generators]:
     """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
-    sampler and engine. A collective of all ranks that train."""
+    sampler and engine. stop: as in `build_sampler`. A collective of all ranks that train."""
     model = build_policy(cfg, inputs, ranks, device)
     if ranks.bridge:
         return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
-    sampler = build_sampler(cfg, inputs, ranks, device)
+    sampler = build_sampler(cfg, inputs, ranks, device, stop)
     sampler.engine.sleep()
     return model, sampler
 
@@ -376,11 +371,18 @@ def choose_attention(device: torch.device, dtype: torch.dtype) -> str:
     return "varlen_attn, FlashAttention 3"
 
 
-def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Sampler:
-    """The sampler with its engine, awake and without weights. A collective of the ranks that generate."""
+def build_sampler(
+    cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, stop: Callable[[], bool]
+) -> Sampler:
+    """The sampler with its engine, awake and without weights. stop: whether to give up generation and grading, as this
+    rank sees it. A collective of the ranks that generate."""
+
+    def should_stop() -> bool:
+        return ranks.any_rank_of_engine(stop())
+
     score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
-        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg)
+        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
     engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
     ranks.print_rank0(f"engine: {engines}, vocabulary {engine.vocab_size:,}")
     endpoint = None
@@ -394,7 +396,7 @@ def build_sampler(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.de
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
     may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
     kind = AheadSampler if may_start_early else Sampler
-    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint)
+    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint, stop=stop)
 
 
 def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:

@@ -16,6 +16,7 @@ from metrics import Numbers
 from model import Decoder
 from pack import Minibatch
 from rollout import StepSamples
+from support.agents.metrics import agent_metrics
 from support.hf.weights import adapter_config, save_adapter, save_hf
 from support.inputs.tokenizer import Tokenizer
 from support.run import dump
@@ -50,6 +51,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     state.step += 1
     if run.cfg.grpo.async_grpo.enabled:
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
+    if run.cfg.env.agents:
+        metrics |= agent_metrics(samples.generated)
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics

@@ -18,7 +18,7 @@ from records import Sample
 from rollout import Prompts, Sampler
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
-from support.system.bridge import Bridge, Shapes
+from support.split.bridge import Bridge, Shapes
 from support.system.exchange import move_tokens
 from support.system.exits import Interrupted, Saved, StopRun
 from support.system.ranks import any_rank, gather
@@ -123,8 +123,8 @@ def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
     ranks = sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
-    while (sampler.led_by_agent or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
-        engine.step()
+    while (sampler.led or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
+        sampler.step()
     request.wait()
     return ranks.bridge.broadcast(None, root=0)
 
@@ -147,7 +147,7 @@ def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.dev
     version, shapes = arguments
     watchdog.step = version + 1  # the step that will be sampled with these weights
     while engine.drains and not (engine.is_idle or engine.should_stop()):
-        engine.step()  # responses end before the sync, unless a signal asks the run to stop
+        sampler.step()  # responses end before the sync, unless a signal asks the run to stop
     num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
     return num_bytes, sampler.groups_under_way()
 

@@ -5,7 +5,8 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,13 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from config import ConfigError
-from support.system.bridge import COLLECTIVE_TIMEOUT, Bridge, split
 from support.system.disk import say
 from support.system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 
 T = TypeVar("T")
+# More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 SHARED_ERRORS = (ConfigError, OSError, StopRun, Interrupted)  # raised on all ranks where one raises them
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
+
+
+class Bridge(Protocol):
+    """What joins the sides of a split job: support.split.bridge.Bridge."""
+
+    num_trainers: int
+    objects: dist.ProcessGroup  # of all ranks of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +101,11 @@ class Ranks:
         return on_rank0(compute, self.engine_group)
 
 
-def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, torch.device]:
-    """Joins the process group that torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them). With
-    num_generators the job is split: its last num_generators ranks generate, and the others train.
+def start_process_group(
+    tp_size: int, split: Callable[[int, int, str], Bridge] | None = None
+) -> tuple[Ranks, torch.device]:
+    """Joins the process group that torchrun laid out (RANK, WORLD_SIZE, ...; a lone process needs none of them). split:
+    of a split job, what joins it instead, from rank, number of ranks and backend.
 
     Objects and CPU tensors go over gloo, CUDA tensors over nccl. OMP_NUM_THREADS says how many threads a rank has:
     train.sh sets it, and torchrun sets 1. Ranks with more threads than their share of the cores are 30x slower.
@@ -122,8 +133,8 @@ def start_process_group(tp_size: int, num_generators: int = 0) -> tuple[Ranks, t
     bridge = None
     num_trainers = None
     job = None
-    if num_generators:
-        bridge = split(rank, world_size, num_generators, backend)
+    if split:
+        bridge = split(rank, world_size, backend)
         num_trainers = bridge.num_trainers
         job = bridge.objects
         if rank < num_trainers:

@@ -32,7 +32,6 @@ def endpoint(case):
     found = endpoint_of(case)
     yield found
     found.shut_down()
-    case.engine.before_step = lambda: None
 
 
 def samples_of(rollouts):

@@ -34,7 +34,6 @@ def case(served):
     served.endpoint = endpoint_of(served)
     yield served
     served.endpoint.shut_down()
-    served.engine.before_step = lambda: None
 
 
 def is_plain(text):

@@ -337,8 +337,6 @@ def test_what_a_user_wrote_is_called_before_a_run(name, words, recipe, tmp_path,
         (call,) = sys.modules["mine"].CALLS
         if name == "right":
             assert call[1:3] == (["2", "2"], [3, 3]) and len(call[0]) == 2 and "2" in call[0][0] not in call[0][1]
-            read_inputs(cfg, tries_environments=False)
-            assert sys.modules["mine"].CALLS == [call], "a judge may cost money"
     else:
         with pytest.raises(ConfigError) as error:
             check(cfg)

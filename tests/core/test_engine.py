@@ -12,8 +12,8 @@ from tiny import VOCAB_SIZE
 
 import config
 import envs
-from engine import SamplingOptions, check_versions
-from gap import check_canary
+from engine import SamplingOptions
+from gap import check_canary, check_versions
 from head import HeadOptions, response_logps
 from kernels.filter import SamplingFilter
 from model import load_policy
@@ -268,9 +268,10 @@ def test_skipped_sync(synced, policy):
     with pytest.raises(StopRun, match=f"after step 1: on a fixed prompt, {OLD}"):
         look(policy, synced)
     samples = [of_version(sample(0, 1.0, "ok", 3), version) for version in (1, 0)]
-    check_versions(samples[:1], 1, 0)
-    with pytest.raises(StopRun, match=r"weight versions \[0, 1\], .* at 1: "):
-        check_versions(samples, 1, 0)
+    check_versions(samples[:1], 1, config.GRPOConfig())
+    for wrong in (samples, samples[1:], [of_version(samples[0], 2)]):
+        with pytest.raises(StopRun, match=r"weight versions .* at 1: "):
+            check_versions(wrong, 1, config.GRPOConfig())
     sync(synced, policy, 1)
     assert look(policy, synced) <= 1e-4
 

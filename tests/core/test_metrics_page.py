@@ -21,6 +21,7 @@ from config import Config, GRPOConfig, LossConfig
 from gap import loss_and_gap
 from loss import seq_logp_error_mask
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
+from support.agents.metrics import agent_metrics
 from support.run import memory
 from support.run.speed import PEAK_TFLOPS
 from support.run.validation import summarize
@@ -85,7 +86,7 @@ def test_every_metric_has_a_row_and_every_row_a_metric(records):
         with_grade(SAMPLES[0], rewards={"a": 1.0}),
         replace(SAMPLES[1], engine=1, is_led=True),
     ]  # parts, engines, agents
-    written |= {f"train/{key}" for key in sample_metrics(several, several)}
+    written |= {f"train/{key}" for key in sample_metrics(several, several) | agent_metrics(several)}
     assert undocumented(written) == [], "docs/metrics.md has no row of these"
     assert len(written) > 170
     without = [pattern for pattern in rows() if not any(matches(pattern, key) for key in written)]

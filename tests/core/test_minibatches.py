@@ -9,7 +9,8 @@ from dist_case import make_samples, settings
 from loop import CPU
 
 import config
-from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches, needs_old_logps
+from gap import needs_old_logps
+from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches
 from support.run.start import loss_path_of
 from support.system.ranks import Ranks
 

@@ -214,12 +214,6 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
         collect(config_of(2), ROWS[:2], 0, Masked(by_remainder))
 
 
-@pytest.mark.parametrize("version", [3, 5])
-def test_samples_of_other_weights_stop_the_run(version):
-    with pytest.raises(StopRun, match=rf"weight versions \[{version}\], .* at 4: "):
-        collect(config_of(), ROWS, 0, StubSampler(by_remainder, version=version))
-
-
 def test_too_few_groups_stop_the_run_with_counts_and_keys():
     sampler = StubSampler(lambda row: [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]][row % 4])
     cfg = config_of(8, use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2, batch_multiplier=1.5)
@@ -422,6 +416,9 @@ class Decoder:
         time.sleep(0.001)
         return ended
 
+    def preempt(self):
+        pass
+
     def abort(self):
         self.running.clear()
         self.num_aborts += 1
@@ -580,9 +577,9 @@ def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, tm
     """By a signal on this rank, of which a pool hears; the engine's own look is engine.py's."""
     environment = Twice(tmp_path / "never").start()
     engine = Decoder(lambda turn, ids: True if replies_run and ids[0] == 1 else None)
-    sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
+    told = {"max_turns": 2, "stop": lambda: len(engine.batches) > 3}
+    sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), **told)
     begun = sampler.start(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
-    sampler.grading.stop = lambda: len(engine.batches) > 3
     with pytest.raises(Interrupted):
         sampler._converse(begun)
     environment.close()

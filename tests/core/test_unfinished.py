@@ -15,7 +15,8 @@ import engine as engine_module
 import envs
 from ahead import AheadSampler, age_metrics
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
-from engine import Completion, SamplingOptions, check_versions
+from engine import Completion, SamplingOptions
+from gap import check_versions
 from head import HeadOptions, response_logps
 from model import load_policy
 from records import Problem
@@ -343,7 +344,7 @@ def simulate(max_age, ranks, *, num_steps, slots):
         samples = sample_step(sampler, cfg, mixture, cursor, step, num_steps)
         needed = max((engine.ended[name] for name in due), default=engine.ticks)
         waits.append((engine.ticks, max(before, needed)))
-        check_versions(samples.trained, step - 1, max_age)
+        check_versions(samples.trained, step - 1, cfg.grpo)
         numbers = age_metrics(samples.trained, step, sampler.groups_under_way())
         assert numbers["max_trajectory_age"] <= max_age
         cursor, engine.weight_version = samples.cursor, step

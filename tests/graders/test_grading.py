@@ -206,11 +206,10 @@ def test_a_step_of_ones_own_is_what_is_called(pooled):
 
 
 def test_a_pool_that_is_told_to_stop_ends_the_call(pooled):
-    grading = Grading({"p": pooled})
-    grading.stop = lambda: True
+    answers = iter([True])
+    grading = Grading({"p": pooled}, lambda: next(answers, False))
     with pytest.raises(Interrupted):
         grading.grade({"p": [{"a": turn("echo abc")}]})
-    grading.stop = lambda: False
     assert collect(grading, 1)["a"].reward == 3
 
 

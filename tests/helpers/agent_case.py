@@ -94,6 +94,7 @@ def serve(endpoint, programs, seconds=120.0):
     with ThreadPoolExecutor(len(programs)) as pool:
         futures = [pool.submit(program) for program in programs]
         while not all(future.done() for future in futures):
+            endpoint.before_step()
             endpoint.engine.step()
             assert time.monotonic() < end, "the programs have not ended"
         return [future.exception() or future.result() for future in futures]

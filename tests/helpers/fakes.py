@@ -26,6 +26,9 @@ class FakeEngine:
     def advance(self, requests):
         return [*requests]
 
+    def preempt(self):
+        pass
+
     def abort(self):
         pass
 

@@ -2,12 +2,14 @@
 
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
 
+from support.split.bridge import split
 from support.system import exits
 from support.system.ranks import any_rank, gather, on_rank0, start_process_group
 
@@ -23,7 +25,7 @@ def tensors(factor):
 @ranks(4)
 def join_sides(folder):
     """What each of two trainers and two generators is, and what came over the bridge."""
-    ranks, _ = start_process_group(2, num_generators=2)
+    ranks, _ = start_process_group(2, partial(split, num_generators=2))
     announced = []
     if ranks.generates:
         arrival = ranks.bridge.announce(async_op=True)

@@ -8,17 +8,16 @@ groups join the sides: one of all ranks for objects, and one of trainer 0 and th
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from support.system.ranks import COLLECTIVE_TIMEOUT
+
 T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
-# More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
-COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class Bridge:
             yield name, tensor
 
 
-def split(rank: int, size: int, num_generators: int, backend: str) -> Bridge:
+def split(rank: int, size: int, backend: str, num_generators: int) -> Bridge:
     """Starts the default process group of this rank's side, and joins the sides. RANK and WORLD_SIZE, which vLLM reads,
     are set to this side's. A collective of the whole job, with torchrun's environment."""
     num_trainers = size - num_generators
