@@ -9,16 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from dist_case import settings
 
-from advantages import step_advantages
 from config import AgentConfig, ChatServerConfig, ConfigError
 from judges import worker
 from judges.pool import Graded
-from loss import policy_loss
-from pack import assign_to_ranks, pack_samples
-from records import Grade, Sample
 from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import WORKER, Agent
@@ -182,94 +176,6 @@ def test_a_last_line_that_is_too_long_is_an_error_that_says_so(size, is_whole):
         else:
             with pytest.raises(RuntimeError, match=r"last line .* longer than 65536 bytes"):
                 run_command(command, {})
-
-
-def rollouts(rng):
-    """3 groups of 5 rollouts of 1 to 4 rows; rows share prompts, some have an observation, one rollout is ungraded."""
-    samples = []
-    for prompt, index in np.ndindex(3, 5):
-        rows = []
-        for number in range(1 + (prompt + index) % 4):
-            size, context = int(rng.integers(2, 9)), [3 + prompt, 7, number // 2] * (1 + number // 2)
-            ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
-            given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
-            rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
-        outcome = "ok"
-        if index == 4:
-            outcome = "error" if prompt == 1 else "crashed"
-        grade = Grade(float(rng.random()), outcome)
-        rows[0].forks = rows[1:]
-        for row in rows:
-            row.grade = grade
-        rows[0].count_tokens()
-        samples.append(rows[0])
-    return samples
-
-
-def loop_advantage(own, others, grpo):
-    peers = others if grpo.use_leave_one_out_baseline else [*others, own]
-    mean = sum(peers) / len(peers)
-    deviation = (sum((r - mean) ** 2 for r in peers) / (len(peers) - 1)) ** 0.5
-    return (own - mean) / (deviation + 1e-6) if grpo.normalize_rewards else own - mean
-
-
-@pytest.fixture
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("keys", [{}, {"normalize_rewards": False}, {"use_leave_one_out_baseline": False}], ids=str)
-def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, float64):
-    """Advantages, the loss over tokens and its gradient, in float64, as two ranks pack the rows; the model is a table
-    of logits by token and by position. A crash, which the policy may have caused, counts with reward 0."""
-    cfg = settings(grpo={"reward_std_floor": 0.0} | keys, loss_fn={"old_logprobs": "sampler"})
-    samples = rollouts(np.random.default_rng(5))
-    for s in samples:
-        s.grade.reward *= s.grade.outcome == "ok"
-    adv_B, _ = step_advantages(samples, cfg.grpo, cfg.loss_fn)
-    tables = [torch.randn(size, 9, generator=torch.manual_seed(1)) for size in (12, 40)]
-    ours, theirs = ([t.clone().requires_grad_() for t in tables] for _ in range(2))
-    num_tokens = sum(int(row.mask.sum()) for s in samples if s.grade.is_valid for row in (s, *s.forks))
-    num_seqs = sum(1 + len(s.forks) for s in samples if s.grade.is_valid)
-    expected = 0.0
-    for s, adv in zip(samples, adv_B, strict=True):
-        peers = [o for o in samples if o.prompt == s.prompt and o is not s]
-        graded = [o for o in peers if o.grade.outcome != "error"]
-        want = loop_advantage(s.grade.reward, [o.grade.reward for o in graded], cfg.grpo) if s.grade.is_valid else 0.0
-        assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
-        for row in (s, *s.forks) if s.grade.is_valid else ():
-            ids = [*row.prompt_ids, *row.output_ids.tolist()]
-            for i in np.flatnonzero(row.mask):
-                at = len(row.prompt_ids) + int(i) - 1
-                logp = (theirs[0][ids[at]] + theirs[1][at]).log_softmax(0)[ids[at + 1]]
-                ratio = (logp - float(row.sampler_logps[i])).exp()
-                bound = min(max(ratio.item(), 1 - cfg.loss_fn.ratio_clip_min), 1 + cfg.loss_fn.ratio_clip_max)
-                loss = -want * (ratio if want * ratio <= want * bound else bound)
-                expected = expected + loss / num_tokens
-    expected.backward()
-    for s, adv in zip(samples, adv_B, strict=True):
-        for row in s.sequences:
-            row.advantage = adv
-    exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
-    parts = assign_to_ranks([row for s in samples if s.grade.is_valid for row in s.sequences], 2, 64, share_prefix=True)
-    packs = [pack for share in parts for pack in pack_samples(share, 64)]
-    total = 0.0
-    for pack in packs:
-        at_R = torch.from_numpy(pack.pos_R)
-        logits_RV = ours[0][torch.from_numpy(pack.token_T)[at_R]] + ours[1][torch.from_numpy(pack.position_T)[at_R]]
-        logp_R = logits_RV.log_softmax(-1).gather(1, torch.from_numpy(pack.target_R)[:, None])[:, 0]
-        adv_R = torch.tensor([exact[adv] for adv in pack.adv_R.tolist()])
-        given = {"old_logp_R": None, "sampler_logp_R": torch.from_numpy(pack.sampler_logp_R).double(), "adv_R": adv_R}
-        counts = {"num_valid_tokens": num_tokens, "num_valid_seqs": num_seqs}
-        seq_R = torch.from_numpy(pack.seq_R)
-        loss, _ = policy_loss(logp_R, **given, mask_R=seq_R >= 0, seq_R=seq_R, **counts, cfg=cfg.loss_fn)
-        total = total + loss
-    total.backward()
-    assert len(packs) > 3 and total.item() == pytest.approx(expected.item(), rel=1e-9)
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our.grad, their.grad, rtol=1e-9, atol=1e-12)
 
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": %d, "b": ["x"]}}\n</tool_call>'

@@ -89,10 +89,32 @@ def test_missing_files_are_refused(tmp_path):
     assert refused(tmp_path).startswith("/1.safetensors: not a readable safetensors file (No such file")
 
 
-def test_an_index_that_is_none_is_refused(tmp_path):
-    for text in ("", "[]"):
-        (tmp_path / "model.safetensors.index.json").write_text(text)
-        assert refused(tmp_path).startswith("/model.safetensors.index.json: ")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "/model.safetensors.index.json: "),
+        ("[]", "/model.safetensors.index.json: "),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "/passwd: not a readable safetensors file"),
+        ('{"weight_map": {"a": "1.safetensors", "b": "config.json"}}', "/config.json: not a readable"),
+        ('{"weight_map": {"a": "1.safetensors", "b": "3.safetensors"}}', "/3.safetensors: not a readable"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, text, named):
+    write_shards(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    assert refused(tmp_path).startswith(named)
+
+
+def test_sizes_that_lie_end_at_the_first_tensor_that_is_missing_and_integers_are_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10**7, "hidden_size": 10**12}))
+    save_file({"model.embed_tokens.weight": np.zeros((100, 3), np.int16)}, tmp_path / "model.safetensors")
+    for expected, named in (
+        (read_model_config(tmp_path).tensor_shapes(), r"is I16, but config.json says \[100, 1000000000000\]"),
+        ([("a", (1,))], "a is missing"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_weights(tmp_path, expected)
 
 
 def test_a_config_json_that_is_none_is_refused(tmp_path):

@@ -225,10 +225,16 @@ def test_where_the_template_comes_from(tmp_path):
     [
         ("{% for %}", "does not parse"),
         ("{% if x %}" * 200 + "{% endif %}" * 200, "does not parse"),
-        ("{{ ''.__class__.__mro__ }}", "refuses"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses .*__class__"),
         (REFUSING, "no system role"),
         ("{{ 1 // 0 }}", r"refuses .*ZeroDivisionError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", r"refuses .*RecursionError"),
+        ("{{ raise_exception.__globals__.os }}", "refuses .*__globals__"),
+        ("{{ messages.append(1) }}", "refuses .*append"),
+        ("{% include '/etc/passwd' %}", "refuses"),
+        ("{{ [1, 2, 3] | random }}", "'random'"),  # a prompt is a function of its row
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("{{ [[1, 2, 3]] | map('random') | first }}", "'random'"),
     ],
 )
 def test_template_errors(tmp_path, template, problem):
@@ -237,13 +243,7 @@ def test_template_errors(tmp_path, template, problem):
     write_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(DataError, match=problem) as error:
         load_dataset(DatasetConfig(data_path=str(file)), Tokenizer(tmp_path), 100, {}, lambda *answers: None)
-    assert str(error.value).startswith(str(tmp_path) if "parse" in problem else f"{file}:1: ")
-
-
-@pytest.mark.parametrize("template", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
-def test_a_prompt_is_a_function_of_its_row(bpe, template):
-    with pytest.raises((DataError, jinja2.TemplateError), match=r"No filter named 'random'|'lipsum' is undefined"):
-        Tokenizer(bpe, template).render(USER)
+    assert str(error.value).startswith((f"{tmp_path}: the chat template", f"{file}:1: "))
 
 
 # -------------------------------------------------------------------------------------------------- control tokens
