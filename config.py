@@ -202,7 +202,8 @@ class LossConfig(Section):
     ratio_clip_c: float | None = key(None, "> 1")
     """A token with negative advantage has at most this * |advantage| as loss (dual clip); null means no limit."""
     token_level_loss: bool = True
-    """The loss is the mean over tokens. If false, it is the mean over sequences of their token means."""
+    """The loss is the mean over tokens. If false, it is the mean over samples of their token means. All sequences of
+    an agent's rollout are one sample."""
     loss_scale_factor: float | None = key(None, "> 0")
     """As in Dr. GRPO, this length divides each sequence's token sum; null divides by the sequence's own length. With
     token_level_loss it divides the sum of all tokens, in place of their number."""

@@ -199,10 +199,11 @@ def compute_loss(
         adv_R=micro.adv_R,
         mask_R=micro.mask_R,
         seq_R=micro.seq_R,
+        share_R=micro.share_R,
         ref_logp_R=micro.ref_logp_R,
         positive_R=micro.reward_R > 0,
         num_valid_tokens=minibatch.num_tokens,
-        num_valid_seqs=minibatch.num_seqs,
+        num_valid_seqs=minibatch.num_trained_samples,
         num_positive_tokens=minibatch.num_positive_tokens,
         cfg=cfg.loss_fn,
     )

@@ -363,6 +363,7 @@ def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[Probe
             "adv_R": adv_R,
             "mask_R": token_R % 7 != 6,
             "seq_R": seq_R,
+            "share_R": torch.tensor([1.0, 0.5, 0.25, 0.75], dtype=torch.float64)[seq_R],
             "positive_R": token_R % 7 < 3,
             "num_valid_tokens": 1,  # 1: only ratios of derivatives matter
             "num_valid_seqs": 1,

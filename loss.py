@@ -35,6 +35,7 @@ def policy_loss(
     num_valid_tokens: int | Tensor,
     num_valid_seqs: int | Tensor,
     cfg: LossConfig,
+    share_R: Tensor | None = None,
     ref_logp_R: Tensor | None = None,
     unfiltered_logp_R: Tensor | None = None,
     entropy_R: Tensor | None = None,
@@ -49,8 +50,9 @@ def policy_loss(
     are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
     the KL: logp_R without top_p and top_k; ref_logp_R is always without. adv_R: advantages; mask_R: nonzero if trained;
     positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole; tokens in
-    any order; R may be 0. num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all micro-batches and
-    ranks of the optimizer step.
+    any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, for an agent's rollout may be
+    several sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
+    micro-batches and ranks of the optimizer step; num_valid_seqs counts samples.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -66,7 +68,7 @@ def policy_loss(
     if cfg.has_rejection:
         mask_R = t.mask_R & ~_is_rejected(t, cfg)
         t = _Tokens(logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
-    weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, cfg)
+    weight_R = _aggregation_weights(t.seqs, num_valid_tokens, num_valid_seqs, share_R, cfg)
     ratio_R, clamped_R = _ratios(t, cfg)
     sampler_weight_R, outside_R = _sampler_weights(t, cfg)
     loss_R = _token_loss(t, ratio_R, clamped_R, cfg)
@@ -175,12 +177,13 @@ def _at_least_one(count: int | Tensor) -> Tensor:
     return torch.as_tensor(count).clamp(min=1)
 
 
-def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg: LossConfig) -> Tensor:
+def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, share_R, cfg: LossConfig) -> Tensor:
     """Weight of each token in the loss. Counts are over the whole optimizer step.
 
-    token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * sequences), the mean over sequences of
-    their tokens' mean (GRPO, Shao et al. 2024). loss_scale_factor takes the place of the number of tokens (1: verl's
-    token-sum), or of the length (Dr. GRPO, Liu et al. 2025; verl).
+    token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * samples), the mean over samples of
+    their tokens' mean (GRPO, Shao et al. 2024); the length is that of all sequences of the sample, here the sequence's
+    divided by its share. loss_scale_factor takes the place of the number of tokens (1: verl's token-sum), or of the
+    length (Dr. GRPO, Liu et al. 2025; verl).
     """
     one_R = torch.ones_like(seqs.length_R)
     if cfg.token_level_loss:
@@ -189,6 +192,8 @@ def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, cfg
             num_tokens = _at_least_one(num_valid_tokens)
         return one_R / num_tokens
     length_R = seqs.length_R
+    if share_R is not None:
+        length_R = length_R / torch.where(seqs.counted_R, share_R.to(length_R.dtype), 1.0)
     if cfg.loss_scale_factor is not None:
         length_R = one_R * cfg.loss_scale_factor
     return 1 / length_R / _at_least_one(num_valid_seqs)

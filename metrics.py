@@ -139,7 +139,7 @@ def training_metrics(sums: Metrics, minibatches: list[Minibatch], ppo_epochs: in
     metrics["num_optimizer_steps"] = num_optimizer_steps
     metrics["train_tokens"] = sum(minibatch.num_input_tokens for minibatch in minibatches)
     metrics["global_valid_toks"] = sum(minibatch.num_tokens for minibatch in minibatches)
-    metrics["global_valid_seqs"] = sum(minibatch.num_seqs for minibatch in minibatches)
+    metrics["global_valid_seqs"] = sum(minibatch.num_trained_samples for minibatch in minibatches)
     return metrics
 
 

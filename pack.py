@@ -46,8 +46,8 @@ class Pack:
     continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
     targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
     row of a shared prompt predicts several. adv_R: of the token's sample, or turn; reward_R: of its sample; seq_R: the
-    number of its sequence within the pack. version_R: `Sample.versions`. source_R: the target's place among the output
-    ids of all samples that `pack_samples` was given, back to back.
+    number of its sequence within the pack; sample_R: of its sample within the minibatch. version_R: `Sample.versions`.
+    source_R: the target's place among the output ids of all samples that `pack_samples` was given, back to back.
     Example: the Sample of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
     prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
     second one of the same prompt and output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
@@ -65,13 +65,15 @@ class Pack:
     version_R: np.ndarray
     adv_R: np.ndarray
     seq_R: np.ndarray
+    sample_R: np.ndarray
     reward_R: np.ndarray
     source_R: np.ndarray  # int32
 
 
 # What belongs to a response token, and moves with it when rows change their order.
 ROW_FIELDS = (
-    "pos_R target_R sampler_logp_R version_R adv_R seq_R reward_R source_R mask_R old_logp_R ref_logp_R"
+    "pos_R target_R sampler_logp_R version_R adv_R seq_R sample_R reward_R source_R "
+    "mask_R share_R old_logp_R ref_logp_R"
 ).split()
 
 
@@ -80,13 +82,15 @@ class MicroBatch(Pack):
     """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
     cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards.
     mask_R: tokens that are trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the rest
-    serve the metrics. old_logp_R, ref_logp_R: under the policy at the start of the step and under the reference policy;
-    None where the run does not need them.
+    serve the metrics. share_R: the part that the token's sequence has of the trained tokens of its sample, float64;
+    None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
+    reference policy; None where the run does not need them.
     """
 
     layout: PackLayout
     mask_R: Tensor
     num_grad_rows: int
+    share_R: Tensor | None = None
     old_logp_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
 
@@ -108,14 +112,16 @@ class MicroBatch(Pack):
 class Minibatch:
     """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
 
-    num_input_tokens: tokens that the model computes. num_tokens: trained tokens. num_seqs: sequences with a trained
-    token. num_positive_tokens: trained tokens with a reward > 0. version: of the newest weights.
+    num_input_tokens: tokens that the model computes. num_samples: numbers of samples are below it. num_tokens: trained
+    tokens. num_trained_samples: samples with a trained token. num_positive_tokens: trained tokens with a reward > 0.
+    version: of the newest weights.
     """
 
     micros: list[MicroBatch]
     num_input_tokens: int
+    num_samples: int = 0
     num_tokens: int = 0
-    num_seqs: int = 0
+    num_trained_samples: int = 0
     num_positive_tokens: int = 0
     version: int = -1
 
@@ -127,9 +133,10 @@ def make_minibatches(
     rank 0 also gets those of the first num_samples_to_log samples, for the log."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
-    for sample, adv in zip(samples, adv_B, strict=True):
+    for number, (sample, adv) in enumerate(zip(samples, adv_B, strict=True)):
         for sequence in sample.sequences:
             sequence.advantage = adv
+            sequence.number = number % size
     minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
         trained = [sample for sample in samples[first : first + size] if sample.num_loss_tokens]
@@ -147,7 +154,7 @@ def make_minibatches(
         most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 even without samples
         packs += [empty_pack()] * (most_packs - len(packs))
         num_computed = sum(num_input_tokens(part) for share in shares for part in share)
-        minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed))
+        minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed, size))
     return minibatches
 
 
@@ -170,24 +177,28 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
 @torch.no_grad()
 def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
     """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
-    disagree, puts rows with a gradient first, and counts trained tokens over all ranks. A collective. version: of the
+    disagree, counts trained tokens over all ranks, and puts rows with a gradient first. A collective. version: of the
     newest weights. Returns the metrics of the mask, for each micro-batch."""
     metrics: list[Metrics] = []
     if cfg.grpo.seq_logprob_error_threshold is not None:
         for minibatch in minibatches:
             metrics += [mask_disagreements(micro, cfg.grpo.seq_logprob_error_threshold) for micro in minibatch.micros]
+    rows_of_minibatches = [rows_on_host(minibatch.micros) for minibatch in minibatches]
     counts = []
-    for minibatch in minibatches:
-        micro_rows = rows_on_host(minibatch.micros)
+    for minibatch, micro_rows in zip(minibatches, rows_of_minibatches, strict=True):
+        counts.append(count_trained(micro_rows, minibatch.num_samples))
+    total = torch.from_numpy(np.stack(counts))
+    dist.all_reduce(total)
+    for minibatch, micro_rows, counts in zip(minibatches, rows_of_minibatches, total.numpy(), strict=True):
+        minibatch.num_positive_tokens = int(counts[0])
+        num_tokens_B = counts[1:]
+        minibatch.num_tokens = int(num_tokens_B.sum())
+        minibatch.num_trained_samples = int((num_tokens_B > 0).sum())
+        minibatch.version = version
         for micro, rows in zip(minibatch.micros, micro_rows, strict=True):
+            micro.share_R = on_device(shares_of_samples(rows, num_tokens_B), micro.mask_R.device)
             order_R, micro.num_grad_rows = gradient_order(rows, path)
             micro.reorder(order_R)
-        counts.append(count_trained(micro_rows))
-    total = torch.tensor(counts)
-    dist.all_reduce(total)
-    for minibatch, numbers in zip(minibatches, total.tolist(), strict=True):
-        minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens = numbers
-        minibatch.version = version
     return metrics
 
 
@@ -211,8 +222,14 @@ class HostRows:
     adv_R: np.ndarray
     reward_R: np.ndarray
     seq_R: np.ndarray
+    sample_R: np.ndarray
     sampler_logp_R: np.ndarray
     mask_R: np.ndarray
+
+    @property
+    def trained_R(self) -> np.ndarray:
+        """Tokens that `policy_loss` trains: it drops those whose sampler log-probability is not finite."""
+        return self.mask_R & np.isfinite(self.sampler_logp_R)
 
 
 def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
@@ -222,8 +239,11 @@ def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
         columns.append(torch.cat([getattr(micro, name) for micro in micros]).double())
     on_host = torch.stack(columns).cpu()
     found = []
-    for adv, reward, seq, sampler_logp, mask in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
-        found.append(HostRows(adv.numpy(), reward.numpy(), seq.numpy(), sampler_logp.numpy(), mask.numpy() != 0))
+    for rows_KR in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
+        adv_R, reward_R, seq_R, sample_R, sampler_logp_R, mask_R = rows_KR.numpy()
+        found.append(
+            HostRows(adv_R, reward_R, seq_R.astype(int), sample_R.astype(int), sampler_logp_R, mask_R.astype(bool))
+        )
     return found
 
 
@@ -237,16 +257,20 @@ def gradient_order(rows: HostRows, path: LossPath) -> tuple[np.ndarray, int]:
     return np.argsort(~has_grad_R, kind="stable"), int(has_grad_R.sum())
 
 
-def count_trained(micro_rows: Sequence[HostRows]) -> list[int]:
-    """num_tokens, num_seqs and num_positive_tokens of a minibatch on this rank. A token whose sampler log-probability
-    is not finite does not count: `policy_loss` drops it."""
-    num_tokens = num_seqs = num_positive = 0
+def count_trained(micro_rows: Sequence[HostRows], num_samples: int) -> np.ndarray:
+    """Of a minibatch on this rank, int64: [0] num_positive_tokens, [1 + i] the trained tokens of sample i."""
+    counts = np.zeros(1 + num_samples, np.int64)
     for rows in micro_rows:
-        trained_R = rows.mask_R & np.isfinite(rows.sampler_logp_R)
-        num_tokens += int(trained_R.sum())
-        num_seqs += len(np.unique(rows.seq_R[trained_R]))
-        num_positive += int((trained_R & (rows.reward_R > 0)).sum())
-    return [num_tokens, num_seqs, num_positive]
+        counts[0] += (rows.trained_R & (rows.reward_R > 0)).sum()
+        counts[1:] += np.bincount(rows.sample_R[rows.trained_R], minlength=num_samples)
+    return counts
+
+
+def shares_of_samples(rows: HostRows, num_tokens_B: np.ndarray) -> np.ndarray:
+    """[R], float64: the share that the token's sequence has of the trained tokens of its sample. num_tokens_B: trained
+    tokens of each sample, over all ranks."""
+    num_tokens_of_sequence = np.bincount(rows.seq_R, weights=rows.trained_R)
+    return num_tokens_of_sequence[rows.seq_R] / num_tokens_B[rows.sample_R].clip(min=1)
 
 
 # --------------------------------------------------------------------------------------------- who packs what
@@ -420,6 +444,7 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
         "version_R": sample.versions[sampled].astype(np.int64),
         "adv_R": np.repeat(np.float32(sample.advantage), repeats),
         "seq_R": np.full(len(sampled), number),
+        "sample_R": np.full(len(sampled), sample.number),
         "reward_R": np.full(len(sampled), sample.grade.reward, np.float32),
         "source_R": (placed.source + sampled).astype(np.int32),
     }
@@ -439,6 +464,7 @@ def empty_pack() -> Pack:
         version_R=ids_R,
         adv_R=floats_R,
         seq_R=ids_R,
+        sample_R=ids_R,
         reward_R=floats_R,
         source_R=ids_R.astype(np.int32),
     )

@@ -78,10 +78,10 @@ class Sample:
     prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
     group. mask: False at output ids that were not sampled (observations) or are not trained on. versions: for each
     output id, the training step that left the weights it was drawn from (an observation: of its reply). advantage: of
-    all its tokens, or of each turn (advantages.py). is_filtered: it is not trained on, whatever its mask says; if it
-    was graded, its reward stays in the baseline of its group. expected: the row's answer. turn_tokens: number of
-    trained ids of each turn. messages: the conversation, kept after grading for a reward model alone. engine: which one
-    drew the sample.
+    all its tokens, or of each turn (advantages.py). number: in its minibatch. is_filtered: it is not trained on,
+    whatever its mask says; if it was graded, its reward stays in the baseline of its group. expected: the row's answer.
+    turn_tokens: number of trained ids of each turn. messages: the conversation, kept after grading for a reward model
+    alone. engine: which one drew the sample.
 
     forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
     of the sample, and count in num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got
@@ -105,6 +105,7 @@ class Sample:
     versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
     grade: Grade = field(default_factory=Grade)
     advantage: float | list[float] = float("nan")
+    number: int = -1
     is_filtered: bool = False
     expected: str = ""
     env_name: str = ""

@@ -9,10 +9,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from dist_case import settings
+from loop import CPU
 
-from config import AgentConfig, ChatServerConfig, ConfigError
+from advantages import step_advantages
+from config import AgentConfig, ChatServerConfig, ConfigError, SequencePackingConfig
+from grpo import compute_loss
+from head import HeadOptions, LossPath
 from judges import worker
 from judges.pool import Graded
+from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
+from records import Grade, Sample
 from support.agents.calls import Rollout
 from support.agents.chat import Refused, Request, link_of, read_message
 from support.agents.environment import WORKER, Agent
@@ -20,6 +29,7 @@ from support.agents.parser import Parsed, ReplyParser
 from support.check import preflight
 from support.inputs.reader import load
 from support.inputs.tokenizer import Tokenizer
+from support.system.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.modules[worker.PACKAGE] = sys.modules["judges"]  # as in a worker
@@ -176,6 +186,139 @@ def test_a_last_line_that_is_too_long_is_an_error_that_says_so(size, is_whole):
         else:
             with pytest.raises(RuntimeError, match=r"last line .* longer than 65536 bytes"):
                 run_command(command, {})
+
+
+def rollouts(rng):
+    """3 groups of 5 rollouts of 1 to 4 rows; rows share prompts, some have an observation, one rollout is ungraded."""
+    samples = []
+    for prompt, index in np.ndindex(3, 5):
+        rows = []
+        for number in range(1 + (prompt + index) % 4):
+            size, context = int(rng.integers(2, 9)), [3 + prompt, 7, number // 2] * (1 + number // 2)
+            ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
+            given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
+            rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
+        outcome = "ok"
+        if index == 4:
+            outcome = "error" if prompt == 1 else "crashed"
+        grade = Grade(float(rng.random()), outcome)
+        rows[0].forks = rows[1:]
+        for row in rows:
+            row.grade = grade
+        rows[0].count_tokens()
+        samples.append(rows[0])
+    return samples
+
+
+def loop_advantage(own, others, grpo):
+    peers = others if grpo.use_leave_one_out_baseline else [*others, own]
+    mean = sum(peers) / len(peers)
+    deviation = (sum((r - mean) ** 2 for r in peers) / (len(peers) - 1)) ** 0.5
+    return (own - mean) / (deviation + 1e-6) if grpo.normalize_rewards else own - mean
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+BY_SAMPLE = {"token_level_loss": False}
+GSPO = BY_SAMPLE | {"sequence_level_importance_ratios": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "loss_fn", "passes"),
+    [
+        ({}, {}, "one pass"),
+        ({"normalize_rewards": False}, {}, "two passes"),
+        ({"use_leave_one_out_baseline": False}, BY_SAMPLE, "one pass"),
+        ({}, BY_SAMPLE, "two passes"),
+        ({}, GSPO, "two passes"),
+        ({}, BY_SAMPLE | {"loss_scale_factor": 7.0}, "one pass"),
+    ],
+    ids=str,
+)
+def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn, passes, float64, monkeypatch):
+    """Advantages, the loss and its gradient, in float64, as two ranks pack the rows; the model is a table of logits by
+    token and by position. A crash, which the policy may have caused, counts with reward 0. Some tokens and a whole row
+    are masked: with token_level_loss=false a rollout weighs the same however many rows it has."""
+    packing = SequencePackingConfig(train_mb_tokens=64)
+    cfg = settings(
+        grpo={"reward_std_floor": 0.0} | keys,
+        loss_fn={"old_logprobs": "sampler"} | loss_fn,
+        policy={"sequence_packing": packing},
+    )
+    samples = rollouts(np.random.default_rng(5))
+    for s in samples:
+        s.grade.reward *= s.grade.outcome == "ok"
+        s.is_filtered = s.grade.outcome == "error"
+    samples[2].forks[1].sampler_logps[:] = np.nan
+    samples[3].sampler_logps[0] = np.inf
+    adv_B, _ = step_advantages(samples, cfg.grpo, cfg.loss_fn)
+    tables = [torch.randn(size, 9, generator=torch.manual_seed(1)) for size in (12, 40)]
+    ours, theirs = ([t.clone().requires_grad_() for t in tables] for _ in range(2))
+
+    expected = []  # for each rollout the sum over its tokens, and their number
+    for s, adv in zip(samples, adv_B, strict=True):
+        peers = [o for o in samples if o.prompt == s.prompt and o is not s]
+        graded = [o for o in peers if o.grade.outcome != "error"]
+        want = loop_advantage(s.grade.reward, [o.grade.reward for o in graded], cfg.grpo) if s.grade.is_valid else 0.0
+        assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
+        losses = []
+        for row in (s, *s.forks) if s.grade.is_valid else ():
+            ids = [*row.prompt_ids, *row.output_ids.tolist()]
+            log_ratios = []
+            for i in np.flatnonzero(row.mask):
+                at = len(row.prompt_ids) + int(i) - 1
+                if np.isfinite(row.sampler_logps[i]) and ids[at + 1] != 5:
+                    logp = (theirs[0][ids[at]] + theirs[1][at]).log_softmax(0)[ids[at + 1]]
+                    log_ratios.append(logp - float(row.sampler_logps[i]))
+            if log_ratios and cfg.loss_fn.sequence_level_importance_ratios:
+                log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+            for log_ratio in log_ratios:
+                ratio = log_ratio.exp()
+                bound = min(max(ratio.item(), 1 - cfg.loss_fn.ratio_clip_min), 1 + cfg.loss_fn.ratio_clip_max)
+                losses.append(-want * (ratio if want * ratio <= want * bound else bound))
+        if losses:
+            expected.append((sum(losses), len(losses)))
+    num_tokens = sum(number for _, number in expected)
+    if cfg.loss_fn.token_level_loss:
+        loop_loss = sum(loss for loss, _ in expected) / num_tokens
+    else:
+        loop_loss = sum(loss / (cfg.loss_fn.loss_scale_factor or number) for loss, number in expected) / len(expected)
+    loop_loss.backward()
+
+    of_ranks = [make_minibatches(samples, adv_B, cfg, Ranks(rank, 2, rank, 1), CPU)[0] for rank in range(2)]
+    counts = []
+    for minibatch in of_ranks:
+        for micro in minibatch.micros:
+            micro.mask_R = micro.target_R != 5
+        counts.append(count_trained(rows_on_host(minibatch.micros), minibatch.num_samples))
+    monkeypatch.setattr(dist, "all_reduce", lambda total: total.copy_(torch.from_numpy(sum(counts)[None])))
+    options = HeadOptions(path=LossPath(passes))
+    exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
+    weight_VD = torch.cat(ours).T
+    total = 0.0
+    for minibatch in of_ranks:
+        finish_minibatches([minibatch], cfg, options.path, 0)
+        assert (minibatch.num_tokens, minibatch.num_trained_samples) == (num_tokens, len(expected))
+        for micro in minibatch.micros:
+            micro.adv_R = torch.tensor([exact[adv] for adv in micro.adv_R.tolist()])
+            micro.sampler_logp_R = micro.sampler_logp_R.double()
+            hidden_RD = torch.zeros(len(micro.pos_R), 52)
+            hidden_RD[torch.arange(len(hidden_RD)), micro.token_T[micro.pos_R]] = 1
+            hidden_RD[torch.arange(len(hidden_RD)), 12 + micro.position_T[micro.pos_R]] = 1
+
+            def model(*inputs_and_head, hidden_RD=hidden_RD):
+                return inputs_and_head[-1](hidden_RD, weight_VD)
+
+            total = total + compute_loss(model, options, micro, minibatch, cfg)[0]
+    total.backward()
+    assert len(of_ranks[0].micros) > 1 and total.item() == pytest.approx(loop_loss.item(), rel=1e-9)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our.grad, their.grad, rtol=1e-9, atol=1e-12)
 
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": %d, "b": ["x"]}}\n</tool_call>'

@@ -263,7 +263,7 @@ def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, rank
             if as_masked:
                 copies[i].mask[where], copies[i].sampler_logps[where] = False, -1.0
         (minibatch,) = scored(policy, None, (copies, adv_B), cfg, ranks)
-        counts = (minibatch.num_tokens, minibatch.num_seqs, minibatch.num_positive_tokens)
+        counts = (minibatch.num_tokens, minibatch.num_trained_samples, minibatch.num_positive_tokens)
         results.append((counts, *train_once(policy, copies, adv_B, cfg, ranks)))
     (counts, metrics, gradients), (expected_counts, expected_metrics, expected) = results
     assert counts == expected_counts and counts[1] == 19

@@ -85,7 +85,11 @@ def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_ra
     finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     assert [len(minibatch.micros) for minibatch in minibatches] == [1, 1]
     full, empty = minibatches
-    assert full.num_seqs == 10 and (empty.num_tokens, empty.num_seqs, empty.num_positive_tokens) == (0, 0, 0)
+    assert full.num_trained_samples == 10 and (
+        empty.num_tokens,
+        empty.num_trained_samples,
+        empty.num_positive_tokens,
+    ) == (0, 0, 0)
     assert empty.micros[0].token_T.tolist() == [0] and len(empty.micros[0].pos_R) == 0
 
 
@@ -103,10 +107,10 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
         assert len(minibatch.micros) > 1
         trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
         assert minibatch.num_tokens == sum(trained.values())
-        assert minibatch.num_seqs == sum(count > 0 for count in trained.values())
+        assert minibatch.num_trained_samples == sum(count > 0 for count in trained.values())
         positive = [s for s in part if s.grade.reward > 0]
         assert minibatch.num_positive_tokens == sum(trained[s.index + 4 * s.prompt] for s in positive) > 0
-    assert [minibatch.num_seqs for minibatch in minibatches] == [10, 9]
+    assert [minibatch.num_trained_samples for minibatch in minibatches] == [10, 9]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,7 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
     cfg = settings(loss_fn=loss_fn, policy=PACKS_OF_64)
     minibatches = with_logps(make_minibatches(samples, adv_B, cfg, rank(0), CPU))
     (minibatch,) = minibatches
-    names = [field.name for field in fields(minibatch.micros[0]) if field.name.endswith("_R")]
+    names = [name for name in ROW_FIELDS if name != "share_R"]  # which comes with the counts
     if not reference:
         names.remove("ref_logp_R")
         for micro in minibatch.micros:
@@ -163,7 +167,7 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
     metrics = finish_minibatches(minibatches, cfg, loss_path_of(cfg), 0)
     assert len(metrics) == len(minibatches[0].micros) > 2
     kept = [sample for i, sample in enumerate(samples) if i not in (4, 11)]
-    assert (minibatches[0].num_seqs, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
+    assert (minibatches[0].num_trained_samples, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
     for micro in minibatches[0].micros:
         is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
         assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())

@@ -120,7 +120,8 @@ def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
     samples = [Sample(i, 0, 0, [row[0]], row[1:], **given, advantage=0.5 - i) for i, row in enumerate(ids)]
     (pack,) = pack_samples([[sample] for sample in samples], NUM_TOKENS)
     micro = to_device(pack, torch.device(device))
-    return micro, Minibatch([micro], NUM_TOKENS, num_tokens=NUM_TOKENS, num_seqs=4, num_positive_tokens=1, version=0)
+    counts = {"num_tokens": NUM_TOKENS, "num_trained_samples": 4, "num_positive_tokens": 1}
+    return micro, Minibatch([micro], NUM_TOKENS, **counts, version=0)
 
 
 def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> dict[str, int]:
