@@ -31,7 +31,7 @@ from support.inputs.run_inputs import num_steps_of, read_inputs
 from support.run import checkpoint, dump
 from support.run.start import build_head, build_policy, build_reference, hash_of_base
 from support.system.disk import keep_console
-from support.system.exits import describe_failure, exit_process, report_exit
+from support.system.exits import exit_process, run_command
 from support.system.optimizer import Optimizer
 from support.system.ranks import Ranks, on_rank0, start_process_group
 
@@ -132,24 +132,24 @@ def logged_metrics(run_folder: Path, step: int) -> Numbers:
     return {}
 
 
+def work() -> str:
+    """Replays the folder of the command line, and says that it did."""
+    words = sys.argv[1:]
+    if not words:
+        raise ConfigError(USAGE)
+    if not Path(words[0], "meta.json").is_file():
+        raise ConfigError(f"{words[0]}: no dump of a step, for it has no meta.json; {USAGE}")
+    folder = Path(words[0]).absolute()
+    cfg = read_config(folder, words[1:])
+    ranks, device = start_process_group(tp_size=1)
+    replayed = replay(folder, cfg, ranks, device)
+    ranks.print_rank0(compare(folder.parent.parent, replayed.step, replayed.metrics))
+    return f"replayed step {replayed.step}"
+
+
 def main() -> int:
-    """Replays the folder of the command line. Returns the exit code, as grpo.py's."""
-    try:
-        words = sys.argv[1:]
-        if not words:
-            raise ConfigError(USAGE)
-        if not Path(words[0], "meta.json").is_file():
-            raise ConfigError(f"{words[0]}: no dump of a step, for it has no meta.json; {USAGE}")
-        folder = Path(words[0]).absolute()
-        cfg = read_config(folder, words[1:])
-        ranks, device = start_process_group(tp_size=1)
-        replayed = replay(folder, cfg, ranks, device)
-        ranks.print_rank0(compare(folder.parent.parent, replayed.step, replayed.metrics))
-        code, reason = 0, f"replayed step {replayed.step}"
-    except BaseException as error:
-        code, reason = describe_failure(error)
-    report_exit(code, reason, None)
-    return code
+    """One rank from start to exit code, which is as grpo.py's."""
+    return run_command(work)
 
 
 if __name__ == "__main__":

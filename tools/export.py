@@ -19,39 +19,40 @@ from support.run import checkpoint
 from support.run.start import build_policy, hash_of_base
 from support.run.steps import export
 from support.system.disk import keep_console
-from support.system.exits import describe_failure, exit_process, report_exit
+from support.system.exits import exit_process, run_command
 from support.system.ranks import on_rank0, start_process_group
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.export logs/exp_001 [STEP | best] [key.sub=value ...]"
 
 
+def work() -> str:
+    """Exports the checkpoint of the command line, and says where it is."""
+    words = sys.argv[1:]
+    if not words or not Path(words[0], "config.yaml").is_file():
+        raise ConfigError(USAGE)
+    run = Path(words.pop(0))
+    asked = [f"checkpointing.resume_from={run}", "checkpointing.resume=must", *ALL_RANKS_GENERATE]
+    if words and "=" not in words[0]:
+        asked.append(f"checkpointing.resume_step={words.pop(0)}")
+    cfg = reader.load(run / "config.yaml", [*words, *asked])
+    ranks, device = start_process_group(1)
+    on_rank0(partial(resume.check_resumable, cfg, to_train=False))
+    folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
+    model_config = read_model_config(folder, cfg.policy.hf_config_overrides)
+    tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
+    inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
+    model = build_policy(cfg, inputs, ranks, device)
+    base = hash_of_base(cfg, inputs, ranks)
+    saved = resume.checkpoint_folder(cfg.checkpointing, run)
+    step = checkpoint.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
+    out = run / "exports" / f"step_{step:06d}"
+    export(cfg, model, out, tokenizer, base)
+    return f"exported step {step}: {out / 'hf_model'}"
+
+
 def main() -> int:
-    try:
-        words = sys.argv[1:]
-        if not words or not Path(words[0], "config.yaml").is_file():
-            raise ConfigError(USAGE)
-        run = Path(words.pop(0))
-        asked = [f"checkpointing.resume_from={run}", "checkpointing.resume=must", *ALL_RANKS_GENERATE]
-        if words and "=" not in words[0]:
-            asked.append(f"checkpointing.resume_step={words.pop(0)}")
-        cfg = reader.load(run / "config.yaml", [*words, *asked])
-        ranks, device = start_process_group(1)
-        on_rank0(partial(resume.check_resumable, cfg, to_train=False))
-        folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
-        model_config = read_model_config(folder, cfg.policy.hf_config_overrides)
-        tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
-        inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
-        model = build_policy(cfg, inputs, ranks, device)
-        base = hash_of_base(cfg, inputs, ranks)
-        saved = resume.checkpoint_folder(cfg.checkpointing, run)
-        step = checkpoint.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
-        out = run / "exports" / f"step_{step:06d}"
-        export(cfg, model, out, tokenizer, base)
-        code, reason = 0, f"exported step {step}: {out / 'hf_model'}"
-    except BaseException as error:
-        code, reason = describe_failure(error)
-    report_exit(code, reason, None)
-    return code
+    """One rank from start to exit code."""
+    return run_command(work)
 
 
 if __name__ == "__main__":

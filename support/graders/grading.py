@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 import torch
 
 from config import ConfigError
-from envs import Environment, Exact, RewardModelEnv, StepResult, Turn
+from envs import Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
 from judges.pool import Graded, WorkerError
-from support.graders.environments import MathMultiReward, PoolEnvironment, read_results
+from support.graders.environments import PoolEnvironment, read_results
 from support.system.disk import say
 from support.system.exits import Interrupted, StopRun
 from support.system.imports import describe

@@ -1,7 +1,7 @@
 """A raw row -> a problem with prompt ids, an answer and an environment.
 
-A row has text under a key, chat `messages` (a closing assistant message is the answer), or a rollout of NeMo Gym
-(`responses_create_params`). To support a new form, add it to `read_row`, or have a `processor` convert it.
+A row has text under a key, or chat `messages` (a closing assistant message is the answer). A `processor` makes one of
+these of any other form: examples/nemo_gym/rows.py.
 """
 
 import json
@@ -10,16 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
 from records import Problem
-from support.inputs.files import Json, parse_json, read_text
+from support.inputs.files import Json, read_text
 from support.inputs.sources import Source, with_preset
 from support.inputs.tokenizer import ControlTokenInText, Tokenizer
 from support.system.imports import describe, import_attribute
 
 INPUT_KEYS = ("input", "problem", "question", "prompt")
 OUTPUT_KEYS = ("output", "expected_answer", "ground_truth", "answer")
-GYM_PLACES = ("", "verifier_metadata.", "metadata.", "extra_env_info.", "reward_model.")
-GYM_PLACES += ("responses_create_params.metadata.",)
-TOOL_KEYS = ("name", "description", "parameters")  # in the order of chat templates; `strict` is for the API alone
 GSM8K_MARK = "\n#### "  # the answer follows the last one
 
 
@@ -123,24 +120,12 @@ def _as_text(value: Json) -> str | None:
 
 def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict] | None]:
     """(messages, answer as read or None, tools or None) of a row. DataError for a row in none of the forms."""
-    params = raw.get("responses_create_params")
-    tools = raw.get("tools")
-    output_keys = OUTPUT_KEYS
-    if params is not None:
-        messages, gym_tools = _gym_prompt(params)
-        tools = gym_tools or tools
-        output_keys = [place + name for place in GYM_PLACES for name in (*OUTPUT_KEYS, "label")]
-    elif cfg.input_key:
-        messages = _under(raw, cfg.input_key)
-        if messages is None:
-            raise no_key(raw, "input_key", (cfg.input_key,))
-    else:
-        messages = _first(raw, ("messages", *INPUT_KEYS))
-        if messages is None:
-            raise no_key(raw, "input_key", ("messages", *INPUT_KEYS))
-    messages = _chat(messages)
-    if cfg.output_key:
-        output_keys = (cfg.output_key,)
+    input_keys = (cfg.input_key,) if cfg.input_key else ("messages", *INPUT_KEYS)
+    output_keys = (cfg.output_key,) if cfg.output_key else OUTPUT_KEYS
+    given = _first(raw, input_keys)
+    if given is None:
+        raise no_key(raw, "input_key", input_keys)
+    messages = _chat(given)
     answer = _first(raw, output_keys)
     has_reply = messages[-1]["role"] == "assistant"
     if cfg.output_key and not has_reply and not _has(raw, cfg.output_key):
@@ -153,7 +138,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")
-    return messages, answer, tools or None
+    return messages, answer, raw.get("tools") or None
 
 
 def no_key(raw: dict, setting: str, names: Sequence[str]) -> DataError:
@@ -214,66 +199,11 @@ def _chat(messages: Json) -> list[dict]:
     return chat
 
 
-def _joined(message: dict, key: str = "content") -> Json:
+def _joined(message: dict) -> Json:
     """The text of a message. A text in parts becomes one text; where a message only calls tools, it is empty."""
-    content = message.get(key)
+    content = message.get("content")
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     if content is None and message.get("tool_calls"):
         return ""
     return content
-
-
-def _gym_prompt(params: dict) -> tuple[list, list[dict]]:
-    """(messages, tools) of a Responses API call as chat templates take them; a tool is nested."""
-    items = params["input"]
-    messages = [{"role": "user", "content": items}] if isinstance(items, str) else _gym_messages(items)
-    if params.get("instructions"):
-        messages = [{"role": "system", "content": params["instructions"]}, *messages]
-    tools = []
-    for tool in params.get("tools") or ():
-        if not tool.keys() & {"function", "name"}:
-            raise DataError(f"only a function can be a tool in a chat template, not {tool!r:.80}")
-        function = {key: tool[key] for key in TOOL_KEYS if key in tool}
-        tools.append(tool if "function" in tool else {"type": "function", "function": function})
-    return messages, tools
-
-
-def _gym_messages(items: list[dict]) -> list[dict]:
-    """Items of a Responses API input -> chat messages, as NeMo Gym's responses_converter.py (07d6b0d) joins them:
-    reasoning, texts and calls up to the next item of another role become one assistant message, with
-    `reasoning_content` and `tool_calls`; the output of a call becomes a tool message, a developer the system."""
-    messages: list[dict] = []
-    for item in items:
-        role = item.get("role")
-        kind = item.get("type") or "message"
-        if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
-            continue
-        if kind == "message" and role != "assistant":
-            messages.append(item | {"role": "system" if role == "developer" else role})
-            continue
-        if kind not in ("message", "reasoning", "function_call"):
-            raise DataError(f"responses_create_params.input: a chat cannot hold {kind}: remove it, or the row")
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        message = messages[-1]
-        key = "content"
-        text = _joined(item)
-        if kind == "reasoning":
-            key = "reasoning_content"
-            text = _joined(item, "summary") or text
-        if text:
-            message[key] = message.get(key, "") + text
-        calls = [_tool_call(item)] if kind == "function_call" else item.get("tool_calls")
-        if calls:
-            message["tool_calls"] = [*message.get("tool_calls", ()), *calls]
-    return messages
-
-
-def _tool_call(item: dict) -> dict:
-    """A function_call as transformers' templates take it: the arguments are an object, not text."""
-    arguments = item.get("arguments") or "{}"
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments.encode("utf-8", "surrogatepass"), "responses_create_params.input: arguments")
-    return {"type": "function", "id": item.get("call_id"), "function": {"name": item["name"], "arguments": arguments}}

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,6 +138,16 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
         say(f"{reason}{who}", is_error=code != 0)
     for file in files[1:]:  # the run folder's last: its disk may be full, or hang
         _write_once(file, text)
+
+
+def run_command(work: Callable[[], str]) -> int:
+    """One rank of a command from start to exit code. work: returns how it ended."""
+    try:
+        code, reason = 0, work()
+    except BaseException as error:
+        code, reason = describe_failure(error)
+    report_exit(code, reason, None)
+    return code
 
 
 def exit_process(code: int) -> None:

@@ -135,7 +135,7 @@ def test_what_was_read_is_written_as_plain_values(path, tmp_path, capsys):
     "line",
     [
         *(f"dataset_name: {name}" for name in ("ResponseDataset", "NemoGymDataset", "nemo_gym", "openai_format")),
-        *(f"processor: {name}_data_processor" for name in ("math", "math_hf", "nemo_gym")),
+        *(f"processor: {name}_data_processor" for name in ("math", "math_hf")),
         "processor: default",
     ],
 )
