@@ -205,6 +205,7 @@ def test_which_options_couple_tokens(every):
             shares_ratio = gspo or cfg.token_loss == "gmpo"
             want = shares_ratio and (cfg.old_logprobs == "sampler" or not moves)
             want |= cfg.off_policy_mask_threshold is not None
+            want |= cfg.has_rejection and moves  # of a sequence, or of tokens that count in its length
             want |= cfg.use_importance_sampling_correction and weights and moves
             packs = list(head.probe_packs(cfg, has_old, has_ref=False))
             coupled = head.depends_on_other_tokens(original.policy_loss, packs)
@@ -214,6 +215,71 @@ def test_which_options_couple_tokens(every):
             assert gspo or has_square or not idle, "a token of advantage 0 has a gradient"
             seen.add(coupled)
     assert seen == {True, False}
+
+
+SAMPLER, WEIGHT = {"old_logprobs": "sampler"}, {"use_importance_sampling_correction": True}
+MASKS = {"dppo_mask_low": 0.02, "dppo_mask_high": 0.03}
+GSPO = {"sequence_level_importance_ratios": True}
+GMPO = {"token_loss": "gmpo", "token_level_loss": False}
+PRODUCT = WEIGHT | {"truncated_importance_sampling_type": "sequence"}
+TOKENS = {"token_rejection_ratio_min": 0.9, "token_rejection_ratio_max": 1.1}
+WHOLE = {"sequence_rejection_ratio_min": 0.97, "sequence_rejection_ratio_max": 1.03}
+KL = {"reference_policy_kl_penalty": 0.3}
+ONE, TWO = "one pass", "two passes"
+PATHS = [  # keys; the path with log-probabilities of the start of the step, and without
+    ({}, ONE, ONE),
+    ({"ratio_clip_c": 1.3, "entropy_coef": 0.1, "positive_example_nll_weight": 0.1}, ONE, ONE),
+    ({"use_cispo": True}, ONE, ONE),
+    ({"disable_ppo_ratio": True}, ONE, ONE),
+    ({"force_on_policy_ratio": True}, ONE, ONE),
+    (SAMPLER, ONE, ONE),
+    ({"token_loss": "sapo"}, ONE, ONE),
+    ({"token_loss": "sapo", **SAMPLER}, ONE, ONE),
+    ({"token_loss": "dppo", **MASKS, **SAMPLER}, ONE, ONE),
+    ({"token_loss": "ipo", **MASKS, **SAMPLER}, ONE, ONE),
+    ({"token_loss": "dppo_tv", **MASKS}, ONE, ONE),
+    *((KL | {"kl_gradient": gradient}, ONE, ONE) for gradient in ("score_function", "policy_ratio", "plain")),
+    (KL | {"use_on_policy_kl_approximation": True}, ONE, ONE),
+    (WEIGHT, ONE, ONE),
+    (TOKENS, ONE, ONE),
+    (TOKENS | SAMPLER, ONE, ONE),
+    # What is of a sequence couples its tokens while the policy moves it.
+    (GMPO, TWO, ONE),
+    (GSPO, TWO, ONE),
+    (GSPO | {"gspo_token": True}, TWO, ONE),
+    (PRODUCT, ONE, TWO),
+    (WHOLE, ONE, TWO),
+    (TOKENS | {"token_level_loss": False}, ONE, TWO),
+    ({"off_policy_mask_threshold": 0.0}, TWO, TWO),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_old", [True, False])
+@pytest.mark.parametrize("keys, with_old, without", PATHS)
+def test_one_pass_has_the_gradient_of_two_and_what_couples_tokens_takes_two(
+    keys, with_old, without, has_old, monkeypatch
+):
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE.type, 2 * 37)  # fewer rows than a sequence has
+    cfg = LossConfig(**{"reference_policy_kl_penalty": 0.0} | keys)
+    has_ref = cfg.reference_policy_kl_penalty > 0
+    hidden_RD, weight_VD, target_R, pack = make_case(cfg)
+    pack["ref_logp_R"] = pack["sampler_logp_R"] + 0.2 if has_ref else None
+    if not has_old:
+        pack["old_logp_R"] = None
+    pack = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in pack.items()}
+    case = (hidden_RD.double(), weight_VD.double(), target_R, pack)
+    path = choose(original.policy_loss, cfg, has_old, has_ref)
+    assert path.kind == (with_old if has_old else without)
+    one, metrics = train(original.policy_loss, replace(path, kind="one pass"), TORCH, *case)
+    two, _ = train(original.policy_loss, replace(path, kind="two passes"), TORCH, *case)
+    if path.kind == "one pass":
+        assert max(relative_errors(one, two)) <= 1e-12
+        assert metrics[DEVIATION] <= 1e-12
+    else:
+        assert path.why == "the loss couples the tokens of a sequence"
+        assert max(relative_errors(one, two)) > 1e-3, "one pass would do"
+        assert "loss.py couples the tokens of a pack" in one_pass_problem(metrics[DEVIATION].item())
 
 
 @pytest.mark.parametrize(
