@@ -300,6 +300,11 @@ class LoRAConfig(Section):
     """Without match_all_linear and target_modules, all layers are adapted except layers of these names."""
 
 
+class AutomodelKwargs(Section):
+    force_hf: bool = False
+    """transformers' blocks compute Qwen2, Qwen3 and Llama too, uncompiled, as they do all other families."""
+
+
 class DTensorConfig(Section):
     activation_checkpointing: bool | int = key(False, ">= 0")
     """The backward pass computes all blocks again, or this many of them, which is slower and saves memory."""
@@ -309,6 +314,7 @@ class DTensorConfig(Section):
     """Ranks sum gradients after the last pack; weights stay gathered: faster if host or links limit; more memory."""
     dp_replicate_size: int = key(1, ">= 1")
     """Training ranks form this many replicas, for example one per node; each shards weights and optimizer states."""
+    automodel_kwargs: AutomodelKwargs = AutomodelKwargs()
     lora_cfg: LoRAConfig = LoRAConfig()
 
 

@@ -23,6 +23,7 @@ from config import Config, GenerationConfig
 from kernels.matmul import bfloat16_factors
 from model import Decoder
 from support.hf.weights import full_tensors
+from support.inputs.families import fields_for_vllm
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
 from support.system.exits import Interrupted, StopRun
@@ -116,7 +117,7 @@ class Engine:
         self.weight_version = -1
         # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
         # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
-        overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32"}
+        overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32", **fields_for_vllm(model.hf)}
         max_positions = cfg.policy.hf_config_overrides.max_position_embeddings
         if max_positions:
             overrides["max_position_embeddings"] = max_positions
@@ -152,7 +153,9 @@ class Engine:
             scheduling_policy="priority" if cfg.grpo.async_grpo.enabled else "fcfs",
             **hardware,
         )
-        self.param_names = self.llm.apply_model(_checkpoint_names)[0]
+        self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
+        engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
+        self.param_names = {part for name in engine_names for part in _unfused(name, self.fused_layers)}
         if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
@@ -269,9 +272,10 @@ class Engine:
         """
         sent: dict[str, int] = {}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
-        if sent.keys() != self.param_names:
-            missing = sorted(self.param_names - sent.keys())
-            unknown = sorted(sent.keys() - self.param_names)
+        arrived = {part for name in sent for part in _unfused(name, self.fused_layers)}
+        if arrived != self.param_names:
+            missing = sorted(self.param_names - arrived)
+            unknown = sorted(arrived - self.param_names)
             raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}")
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
@@ -343,13 +347,13 @@ def _completion(output, spans: list[tuple[int, int]]) -> Completion:
     return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason, versions)
 
 
-def _checkpoint_names(model: torch.nn.Module) -> set[str]:
-    """Names of the engine's parameters as checkpoints have them: q_proj, k_proj and v_proj, not the fused qkv_proj."""
-    names = set()
-    for name, _ in model.named_parameters():
-        fused = next((part for part in name.split(".") if part in model.packed_modules_mapping), None)
-        names |= {name.replace(fused, part) for part in model.packed_modules_mapping[fused]} if fused else {name}
-    return names
+def _unfused(name: str, fused_layers: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names of the matrices in this parameter: of q_proj, k_proj and v_proj, not of the engine's qkv_proj. The same
+    ones whether a checkpoint has them fused, too, or not."""
+    for layer in name.split("."):
+        if layer in fused_layers:
+            return [name.replace(layer, part) for part in fused_layers[layer]]
+    return [name]
 
 
 def sync_weights(model: Decoder, engine: Engine, version: int) -> int:

@@ -50,13 +50,18 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, rank))
         self.scale = scale
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return MergedLinear.apply(x_TI, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, I], or [1, T, I] in transformers' blocks."""
+        x_TI = x.flatten(0, -2)
+        y_TO = MergedLinear.apply(x_TI, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
+        return y_TO.unflatten(0, x.shape[:-1])
 
 
 def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
     """Casts a meta-device model to `precision`, freezes it, and adds adapters to the layers that cfg names."""
-    model.to(precision).requires_grad_(False)
+    for param in model.parameters():  # but no buffer: rotary frequencies need float32
+        param.data = param.data.to(precision)
+    model.requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
         frozen = model.get_submodule(name)
         layer = LoRALinear(frozen, rank=cfg.dim, scale=cfg.alpha / cfg.dim)

@@ -1,4 +1,5 @@
-"""The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens.
+"""The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens, or for any other family
+transformers' blocks in its place (`support.hf.blocks`).
 
 Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
 KL. Parameters have exactly the names of Hugging Face checkpoints."""
@@ -20,12 +21,12 @@ from attention import GatherRows, PackLayout, packed_attention
 from config import GRPOConfig, LoRAConfig
 from lora import add_adapters
 from support.hf.weights import init_adapters, load_weights, sharded_parameters
-from support.inputs.model_config import ModelConfig, read_model_config
+from support.inputs.model_config import ModelConfig, NativeConfig, read_model_config
 
 Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
 
 
-def rope_cos_sin(config: ModelConfig, position_T: Tensor) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(config: NativeConfig, position_T: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles (RoFormer, arXiv 2104.09864, eq. 15), each [T, 1, H/2], in float32.
 
     Llama 3.1 divides by `factor` the frequencies with less than `low_freq_factor` turns in the original context, keeps
@@ -34,9 +35,10 @@ def rope_cos_sin(config: ModelConfig, position_T: Tensor) -> tuple[Tensor, Tenso
     even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_T.device)
     freq_H = 1.0 / config.rope_theta ** (even_H / config.head_dim)
     if (rope := config.rope_scaling) is not None:
-        turns_H = rope.original_max_position_embeddings * freq_H / (2 * math.pi)
+        turns_H = rope.original_max_position_embeddings / (2 * math.pi / freq_H)
         keep_H = (turns_H - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        freq_H = torch.lerp(freq_H / rope.factor, freq_H, keep_H.clamp(0, 1))
+        keep_H = keep_H.clamp(0, 1)
+        freq_H = (1 - keep_H) * freq_H / rope.factor + keep_H * freq_H  # transformers' order, to the bit
     angle_T1H = position_T.float()[:, None, None] * freq_H
     return angle_T1H.cos(), angle_T1H.sin()
 
@@ -61,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: NativeConfig):
         super().__init__()
         self.head_dim = config.head_dim
         D, H = config.hidden_size, config.head_dim
@@ -84,7 +86,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: NativeConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -101,7 +103,7 @@ class Block(nn.Module):
     graphs. The attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
-    def __init__(self, config: ModelConfig, *, recompute: bool = False):
+    def __init__(self, config: NativeConfig, *, recompute: bool = False):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
@@ -139,8 +141,43 @@ class Head(nn.Linear):
         return compute(hidden_RD, self.weight)
 
 
+class Body(nn.Module):
+    """Embedding, blocks and final norm. recompute: all blocks or the first N."""
+
+    def __init__(self, config: NativeConfig, *, recompute: bool | int = False):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
+        """The final hidden states, hidden_TD."""
+        hidden_TD = self.embed_tokens(token_T)
+        # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
+        hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
+        cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T)
+        for block in self.layers:
+            hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
+        return self.norm(hidden_TD)
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """There are none."""
+
+
+def body_of(config: ModelConfig, *, recompute: bool | int) -> nn.Module:
+    """`Body` for its own families, transformers' blocks for all others."""
+    if isinstance(config, NativeConfig):
+        return Body(config, recompute=recompute)
+    from support.hf.blocks import TransformersBody  # its seconds of imports are for the runs that need it
+
+    return TransformersBody(config, recompute=recompute)
+
+
 class Decoder(nn.Module):
-    """The causal language model. It has no buffers: `state_dict()` has the names of the HF checkpoint.
+    """The causal language model: a body, and an output layer unless it is tied to the embedding. Its parameters have
+    the names of the HF checkpoint.
 
     The options are constants of a run. recompute: all blocks or the first N. defers_sync, deterministic: see
     `backward`.
@@ -158,11 +195,7 @@ class Decoder(nn.Module):
         self.config = config
         self.defers_sync = defers_sync
         self.deterministic = deterministic
-        self.model = nn.ModuleDict()
-        self.model["embed_tokens"] = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
-        self.model["layers"] = nn.ModuleList(blocks)
-        self.model["norm"] = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.model = body_of(config, recompute=recompute)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
@@ -177,17 +210,11 @@ class Decoder(nn.Module):
         all), and weight_VD, the output layer's weight: head.py has such functions. Without one, logits over the whole
         vocabulary in compute precision, for tests and tools. The tensors are int64 on the model's device, T >= 1. R = 0
         is allowed: every gradient is then zero."""
-        hidden_TD = self.model["embed_tokens"](token_T)
-        # The residual stream: rounding it to 16 bits after each block would cause half of bfloat16's error.
-        hidden_TD = hidden_TD.to(torch.promote_types(hidden_TD.dtype, torch.float32))
-        cos_T1H, sin_T1H = rope_cos_sin(self.config, position_T)
-        for block in self.model["layers"]:
-            hidden_TD = block(hidden_TD, cos_T1H, sin_T1H, layout)
-        hidden_TD = self.model["norm"](hidden_TD)
+        hidden_TD = self.model(token_T, position_T, layout)
         if pos_R is not None:
             hidden_TD = GatherRows.apply(hidden_TD, pos_R)
         if self.lm_head is None:  # tied: the embedding's weight, which FSDP2 keeps gathered during this whole forward
-            return head(hidden_TD, self.model["embed_tokens"].weight)
+            return head(hidden_TD, self.model.embed_tokens.weight)
         return self.lm_head(hidden_TD, head)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -204,7 +231,7 @@ class Decoder(nn.Module):
     def compile_blocks(self) -> None:
         """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""
         halves = tuple(torch.compile(half, dynamic=True, fullgraph=True) for half in Block.halves)
-        for block in self.model["layers"]:
+        for block in self.model.layers:
             block.halves = halves
 
 
@@ -222,8 +249,8 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    ends = [] if model.lm_head is None else [model.model["embed_tokens"], model.lm_head]
-    for module in (*model.model["layers"], *ends, model):
+    ends = [] if model.lm_head is None else [model.model.embed_tokens, model.lm_head]
+    for module in (*model.model.layers, *ends, model):
         # Head and root end the forward and begin the backward, so their weights stay gathered in between.
         stays = module in (model.lm_head, model)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
@@ -232,7 +259,7 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
         if stays:  # except without a backward: they would hold memory, and be stale after a load
             module.register_forward_hook(lambda unit, *_: None if torch.is_grad_enabled() else unit.reshard())
     if ends:
-        model.model["embed_tokens"].set_unshard_in_backward(False)  # its gradient needs only the tokens
+        model.model.embed_tokens.set_unshard_in_backward(False)  # its gradient needs only the tokens
 
 
 def load_policy(
@@ -264,6 +291,7 @@ def load_policy(
     else:
         shard(model, mesh, precision=precision, cpu_offload=cpu_offload)
     model.to_empty(device="cpu" if cpu_offload else device)
+    model.model.init_buffers(device)
     load_weights(model, folder)
     if lora and lora.enabled:
         init_adapters(model, lora.lora_A_init, seed)

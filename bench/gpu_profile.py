@@ -79,7 +79,7 @@ def blocks(device: torch.device, ranks: Ranks, dry: bool) -> list[str]:
         for num_layers in (hf["num_hidden_layers"], 1):
             model = random_policy(hf | {"num_hidden_layers": num_layers}, device, cfg.policy.precision)
             head_options = head_of("torch" if dry else "one pass", model, device)
-            for block in model.model["layers"]:
+            for block in model.model.layers:
                 block.recompute = recompute
             if not dry:
                 model.compile_blocks()

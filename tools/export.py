@@ -13,8 +13,8 @@ from pathlib import Path
 from config import ConfigError
 from support.check.preflight import ALL_RANKS_GENERATE
 from support.inputs import reader, resume
-from support.inputs.model_config import read_model_config, resolve_folder
-from support.inputs.run_inputs import RunInputs, read_tokenizer
+from support.inputs.model_config import resolve_folder
+from support.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
 from support.run import checkpoint
 from support.run.start import build_policy, hash_of_base
 from support.run.steps import export
@@ -38,7 +38,7 @@ def work() -> str:
     ranks, device = start_process_group(1)
     on_rank0(partial(resume.check_resumable, cfg, to_train=False))
     folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
-    model_config = read_model_config(folder, cfg.policy.hf_config_overrides)
+    model_config = read_policy_config(cfg, folder)
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
     model = build_policy(cfg, inputs, ranks, device)

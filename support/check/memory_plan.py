@@ -159,11 +159,12 @@ class Plan:
         prompt = policy.max_total_sequence_length - new
         group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
         attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
+        has_qk_norm = m.family.qk_norm != "none"
         if policy.compile is not False:  # None: on CUDA it is
-            norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * m.qk_norm
+            norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
             return norms + attention + 3 * c * m.intermediate_size
         scaled = 0 if self.lora else 4  # for the gradient of the norms' weights
-        norms = 2 * (4 + scaled + c) * m.hidden_size + (4 + scaled) * (queries + keys) * m.qk_norm
+        norms = 2 * (4 + scaled + c) * m.hidden_size + (4 + scaled) * (queries + keys) * has_qk_norm
         return norms + attention + 4 * c * m.intermediate_size
 
     def kept(self, num_blocks: int) -> float:

@@ -1,7 +1,7 @@
 """What a model folder holds: the architecture in config.json, and the weights in safetensors files.
 
-This module owns the list of supported architectures: it refuses a model if `model.Decoder` would compute something
-other than the model's authors do. No torch, so that `grpo.py --check` answers in a second.
+It refuses a model of the native families if `model.Body` would compute something other than the model's authors do;
+`support.inputs.families` has all others. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError, HFConfigOverrides
+from support.inputs.families import FAMILIES, NATIVE, Family, Shapes, Switch, check_family
 from support.inputs.files import download, read_json
 
-# Fields of config.json that change the computation, each with the values that `Decoder` computes: the fields that
+# Fields of config.json that change the computation, each with the values that `model.Body` computes: the fields that
 # transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
 UNSET = (
     "quantization_config",
@@ -40,7 +41,6 @@ UNSET = (
 )
 OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
 SUPPORTED_VALUES = {
-    "model_type": ("llama", "qwen2", "qwen3"),
     "hidden_act": ("silu",),
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (None, 1),
@@ -56,6 +56,7 @@ MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
+MAX_HEAD_DIM = 256  # of torch's varlen attention
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -73,9 +74,9 @@ class Llama3Rope:
 LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelConfig:
-    """What the decoder computes, under HF's field names where there is one. Made by `from_hf`."""
+    """What the program reads of a model, under HF's field names. Made by `from_hf`."""
 
     vocab_size: int
     hidden_size: int
@@ -84,23 +85,93 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int | None  # tokens of a sequence; None: no limit
+    hf: dict = dataclasses.field(compare=False, repr=False)  # the whole of config.json
+
+    @staticmethod
+    def from_hf(hf: dict, source: str = "config.json", *, force_hf: bool = False) -> "ModelConfig":
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
+        force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
+        or asks for what nobody computes here."""
+        if hf.get("model_type") in NATIVE and not force_hf:
+            return NativeConfig.read(hf, source)
+        return BlocksConfig.read(hf, source)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.hf["model_type"]]
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
+        yield EMBEDDING, (self.vocab_size, self.hidden_size)
+        norm: Shapes = {}
+        self._add(norm, "model.norm", (self.hidden_size,), self.family.norm_bias)
+        yield from norm.items()
+        if not self.tie_word_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+        block = self._block_shapes()
+        for number in range(self.num_hidden_layers):
+            for name, shape in block.items():
+                yield f"model.layers.{number}.{name}", shape
+
+    def _block_shapes(self) -> Shapes:
+        family = self.family
+        hidden = self.hidden_size
+        inner = self.intermediate_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        shapes: Shapes = {}
+        for name in family.norms:
+            self._add(shapes, name, (hidden,), family.norm_bias)
+        if family.qkv == "fused":
+            self._add(shapes, "self_attn.qkv_proj", (queries + 2 * keys, hidden), family.qkv_bias)
+        else:
+            self._add(shapes, "self_attn.q_proj", (queries, hidden), family.qkv_bias)
+            self._add(shapes, "self_attn.k_proj", (keys, hidden), family.qkv_bias)
+            self._add(shapes, "self_attn.v_proj", (keys, hidden), family.qkv_bias)
+        self._add(shapes, "self_attn.o_proj", (hidden, queries), family.o_bias)
+        if family.qk_norm != "none":
+            is_whole = family.qk_norm == "of all heads"
+            q_norm, k_norm = family.qk_norm_names
+            self._add(shapes, f"self_attn.{q_norm}", (queries if is_whole else self.head_dim,))
+            self._add(shapes, f"self_attn.{k_norm}", (keys if is_whole else self.head_dim,))
+        if family.mlp == "plain":
+            up, down = family.plain_names
+            self._add(shapes, f"mlp.{up}", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"mlp.{down}", (hidden, inner), family.mlp_bias)
+        elif family.mlp == "gate and up fused":
+            self._add(shapes, "mlp.gate_up_proj", (2 * inner, hidden), family.mlp_bias)
+            self._add(shapes, "mlp.down_proj", (hidden, inner), family.mlp_bias)
+        else:
+            self._add(shapes, "mlp.gate_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, "mlp.up_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, "mlp.down_proj", (hidden, inner), family.mlp_bias)
+        return shapes
+
+    def _add(self, shapes: Shapes, layer: str, shape: tuple[int, ...], bias: Switch | None = None) -> None:
+        """The weight of a layer, and the bias if there is one."""
+        shapes[f"{layer}.weight"] = shape
+        if bias is not None and self.hf.get(bias.field, bias.default):
+            shapes[f"{layer}.bias"] = (shape[0],)
+
+
+@dataclass(frozen=True)
+class NativeConfig(ModelConfig):
+    """What `model.Body` computes."""
+
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Llama3Rope | None  # None: plain RoPE
-    tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
     initializer_range: float  # std of `init_weights`
-    max_position_embeddings: int | None  # tokens of a sequence; None: no limit
-    hf: dict = dataclasses.field(compare=False, repr=False)  # the whole of config.json
 
     @classmethod
-    def from_hf(cls, hf: dict, source: str = "config.json") -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
-        ConfigError names a field that is missing, has the wrong type, or asks for what `Decoder` does not compute."""
+    def read(cls, hf: dict, source: str) -> "NativeConfig":
+        """Of a config.json, as `ModelConfig.from_hf`."""
         content = hf
-        _check_value("model_type", SUPPORTED_VALUES["model_type"], hf, source)  # before fields of other models
         hf = hf | _rope_of(hf, source)
         _check_values(hf, source)
         has_llama3_rope = hf["rope_type"] == "llama3"
@@ -134,48 +205,37 @@ class ModelConfig:
             hf=content,
         )
 
-    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
-        hidden = self.hidden_size
-        yield EMBEDDING, (self.vocab_size, hidden)
-        yield "model.norm.weight", (hidden,)
-        if not self.tie_word_embeddings:
-            yield "lm_head.weight", (self.vocab_size, hidden)
-        block = self._block_shapes()
-        for number in range(self.num_hidden_layers):
-            for name, shape in block.items():
-                yield f"model.layers.{number}.{name}", shape
 
-    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden = self.hidden_size
-        inner = self.intermediate_size
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        shapes = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (queries, hidden),
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.o_proj.weight": (hidden, queries),
-        }
-        if self.qkv_bias:
-            shapes["self_attn.q_proj.bias"] = (queries,)
-            shapes["self_attn.k_proj.bias"] = (keys,)
-            shapes["self_attn.v_proj.bias"] = (keys,)
-        if self.o_bias:
-            shapes["self_attn.o_proj.bias"] = (hidden,)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = (self.head_dim,)
-            shapes["self_attn.k_norm.weight"] = (self.head_dim,)
-        shapes["mlp.gate_proj.weight"] = (inner, hidden)
-        shapes["mlp.up_proj.weight"] = (inner, hidden)
-        shapes["mlp.down_proj.weight"] = (hidden, inner)
-        return shapes
+@dataclass(frozen=True, eq=False)
+class BlocksConfig(ModelConfig):
+    """Of a model that transformers' blocks compute (`support.hf.blocks`)."""
+
+    @classmethod
+    def read(cls, hf: dict, source: str) -> "BlocksConfig":
+        """Of a config.json, as `ModelConfig.from_hf`."""
+        check_family(hf, source)
+        _check_numbers(hf, (*INTEGERS, "num_key_value_heads"), source)
+        family = FAMILIES[hf["model_type"]]
+        heads = hf["num_attention_heads"]
+        head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        if head_dim > MAX_HEAD_DIM:
+            raise ConfigError(f"{source}: head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}")
+        return cls(
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_hidden_layers=hf["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=hf["num_key_value_heads"],
+            head_dim=head_dim,
+            tie_word_embeddings=hf.get("tie_word_embeddings", family.is_tied),
+            max_position_embeddings=hf.get("max_position_embeddings"),
+            hf=hf,
+        )
 
 
 def _check_values(hf: dict, source: str) -> None:
-    """ConfigError for a field with a value that `Decoder` does not compute."""
+    """ConfigError for a field with a value that `model.Body` does not compute."""
     supported_values = SUPPORTED_VALUES
     if hf.get("model_type") == "llama":
         supported_values = SUPPORTED_VALUES | {"sliding_window": (None,)}  # Qwen's has a switch
@@ -211,7 +271,7 @@ def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
 
 
 def _rope_of(hf: dict, source: str) -> dict:
-    """The settings of the rotary embedding, with `rope_type`. ConfigError for a setting that `Decoder` would ignore."""
+    """The settings of the rotary embedding, with `rope_type`. ConfigError for one that `model.Body` would ignore."""
     of_transformers_5 = hf.get("rope_parameters") or {}
     of_transformers_4 = hf.get("rope_scaling") or {}
     if of_transformers_5 and of_transformers_4 and of_transformers_5 != of_transformers_4:
@@ -298,9 +358,11 @@ def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
     return folder
 
 
-def read_model_config(folder: Path, overrides: HFConfigOverrides | None = None) -> ModelConfig:
-    """The folder's config.json, with `overrides`. ConfigError if the model is not supported."""
+def read_model_config(
+    folder: Path, overrides: HFConfigOverrides | None = None, *, force_hf: bool = False
+) -> ModelConfig:
+    """The folder's config.json, with `overrides`. ConfigError if the model is not supported. force_hf: as `from_hf`."""
     hf = read_json(folder / "config.json")
     if overrides and overrides.max_position_embeddings:
         hf["max_position_embeddings"] = overrides.max_position_embeddings
-    return ModelConfig.from_hf(hf, str(folder / "config.json"))
+    return ModelConfig.from_hf(hf, str(folder / "config.json"), force_hf=force_hf)

@@ -26,8 +26,16 @@ from config import (
 from support.graders.environments import make_environment, read_results
 from support.hf.lora_layers import adapted_layers
 from support.inputs import resume
+from support.inputs.families import NATIVE
 from support.inputs.mixing import Mixture
-from support.inputs.model_config import ModelConfig, check_weights, missing_weights, read_model_config, resolve_folder
+from support.inputs.model_config import (
+    ModelConfig,
+    NativeConfig,
+    check_weights,
+    missing_weights,
+    read_model_config,
+    resolve_folder,
+)
 from support.inputs.scan import Dataset, OnRank0, load_dataset
 from support.inputs.tokenizer import Tokenizer
 from support.system.imports import call
@@ -121,7 +129,7 @@ def read_policy(cfg: Config, to_plan: bool) -> tuple[Path, ModelConfig, Tokenize
     if cfg.policy.tokenizer.name == cfg.policy.model_name:
         key = "policy.tokenizer.name and policy.model_name"
     folder = resolve_folder(cfg.policy.model_name, key, weights=not to_plan)
-    model = read_model_config(folder, cfg.policy.hf_config_overrides)
+    model = read_policy_config(cfg, folder)
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     check_fits(cfg, folder, model, tokenizer)
     is_without_weights = to_plan and missing_weights(folder)
@@ -129,6 +137,26 @@ def read_policy(cfg: Config, to_plan: bool) -> tuple[Path, ModelConfig, Tokenize
         check_weights(folder, model.tensor_shapes())
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     return folder, model, tokenizer
+
+
+def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
+    """The policy's config.json. ConfigError if the model is not supported, or not with these options."""
+    policy = cfg.policy
+    force_hf = policy.dtensor_cfg.automodel_kwargs.force_hf
+    model = read_model_config(folder, policy.hf_config_overrides, force_hf=force_hf)
+    if policy.compile and not isinstance(model, NativeConfig):
+        kind = model.hf["model_type"]
+        raise ConfigError(f"policy.compile=true: transformers' blocks of a {kind} are not compiled; set it to null")
+    return model
+
+
+def read_native_config(folder: Path, key: str) -> NativeConfig:
+    """The config.json of a model that only `model.Body` computes. ConfigError if it is of another family."""
+    model = read_model_config(folder)
+    if not isinstance(model, NativeConfig):
+        given = f"{key}: {folder / 'config.json'}: model_type={model.hf['model_type']!r}"
+        raise ConfigError(f"{given} is supported for policy.model_name only; use one of {', '.join(NATIVE)}")
+    return model
 
 
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -174,7 +202,7 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokeni
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_folder(cfg.model_name, key)
-    model = read_model_config(folder)
+    model = read_native_config(folder, key)
     tokenizer = read_tokenizer(cfg.tokenizer, "env.reward_model.tokenizer.name", folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
@@ -190,7 +218,7 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
     """The model of policy.reference_model_name. ConfigError unless its vocabulary is the policy's."""
     key = "policy.reference_model_name"
     folder = resolve_folder(cfg.policy.reference_model_name, key)
-    model = read_model_config(folder)
+    model = read_native_config(folder, key)
     teacher_vocab = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
     different = teacher_vocab.items() ^ tokenizer.backend.get_vocab().items()
     if different:

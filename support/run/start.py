@@ -29,6 +29,7 @@ from support.check.memory_plan import OWN_CONTEXT
 from support.check.preflight import data_lines, memory_plan, notes
 from support.check.rules import must_save_by_seconds
 from support.hf.weights import full_shapes
+from support.inputs.model_config import NativeConfig
 from support.inputs.resume import checkpoint_folder
 from support.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
 from support.run import checkpoint
@@ -329,7 +330,8 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.utils.deterministic.fill_uninitialized_memory = False
-    compiled = compiles(policy.compile, device.type)
+    is_native = isinstance(inputs.model_config, NativeConfig)
+    compiled = is_native and compiles(policy.compile, device.type)
     seed_everything(cfg.grpo.seed)
     mesh = fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size)
     with Progress("start, 1 of 3: weights of the policy"):
@@ -353,10 +355,13 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
     shards = " x ".join(map(str, mesh.shape))
     attention = choose_attention(device, getattr(torch, policy.precision))
+    kind = "compiled" if compiled else "eager"
+    if not is_native:
+        kind = "transformers'"
     ranks.print_rank0(
         f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
         f"attention: {attention}; "
-        f"{'compiled' if compiled else 'eager'} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
+        f"{kind} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
     )
     return model
 

@@ -221,10 +221,10 @@ def test_bfloat16_matmuls_add_up_in_float32(folders, one_rank):
     """What reaches the last norm is the embedding and what each half of a block gave, in bfloat16, summed exactly."""
     model = load_policy(folders["llama3"][0], device="cpu", mesh=one_rank[2], precision="bfloat16")
     parts, sums = [], []
-    halves = [half for block in model.model["layers"] for half in (block.self_attn.o_proj, block.mlp)]
-    for module in (model.model["embed_tokens"], *halves):
+    halves = [half for block in model.model.layers for half in (block.self_attn.o_proj, block.mlp)]
+    for module in (model.model.embed_tokens, *halves):
         module.register_forward_hook(lambda module, inputs, out: parts.append(out.detach()))
-    model.model["norm"].register_forward_pre_hook(lambda module, inputs: sums.append(inputs[0].detach()))
+    model.model.norm.register_forward_pre_hook(lambda module, inputs: sums.append(inputs[0].detach()))
     model(*make_pack([50]))
     assert len(parts) == 1 + len(halves) and {part.dtype for part in parts} == {torch.bfloat16}
     exact_TD = sum(part.double() for part in parts)

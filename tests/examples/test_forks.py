@@ -167,20 +167,20 @@ def test_the_optimizer_is_saved_and_resumed(fork, tmp_path):
 
 
 @pytest.mark.long
-def test_mistral_is_trained_without_a_window(fork, tmp_path, monkeypatch):
+def test_another_family_is_trained(fork, tmp_path, monkeypatch):
     from tiny import FAMILIES, make_tiny
-    from transformers import MistralConfig
+    from transformers import GemmaConfig
 
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": None}
-    monkeypatch.setitem(FAMILIES, "mistral", (MistralConfig, heads))
-    for name, window in (("good", None), ("windowed", 64)):
-        make_tiny(tmp_path / name, family="mistral", tied=False, sliding_window=window)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    monkeypatch.setitem(FAMILIES, "gemma", (GemmaConfig, heads))
+    make_tiny(tmp_path / "gemma", family="gemma")
     settings = ["loss_fn.entropy_coef=0.1", "policy.max_total_sequence_length=48"]  # it gets no reward
-    ((rows, _),) = fork("mistral", [*settings, f"policy.model_name={tmp_path}/good"])
+    settings.append(f"policy.model_name={tmp_path}/gemma")
+    command = [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", *settings]
+    check = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert check.returncode == 2 and "model_type='gemma'" in check.stderr
+    ((rows, _),) = fork("gemma", settings)
     assert all(row["train/grad_norm"] > 1e-3 and row["train/logp_gap_max"] <= 1e-4 for row in rows)
-    command = [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", f"policy.model_name={tmp_path}/windowed"]
-    check = subprocess.run(command, cwd=tmp_path / "copy", capture_output=True, text=True)
-    assert check.returncode == 2 and "sliding_window=64" in check.stderr + check.stdout
 
 
 @pytest.mark.long

@@ -136,7 +136,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
     offloads = policy.dtensor_cfg.cpu_offload
     shard(model, mesh, precision=policy.precision, cpu_offload=offloads)
     recompute = policy.dtensor_cfg.activation_checkpointing
-    for i, block in enumerate(model.model["layers"]):
+    for i, block in enumerate(model.model.layers):
         block.recompute = recompute is True or i < recompute
     model.to_empty(device="cpu" if offloads else device)
     for param in model.parameters():

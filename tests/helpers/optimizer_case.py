@@ -23,7 +23,7 @@ ROUNDED = replace(ADAMW, kwargs=replace(ADAMW.kwargs, state_dtype="bfloat16"))
 
 def one_root_unit(model, mesh, **_):
     """As `shard`, but embedding and head are the root's."""
-    for module in (*model.model["layers"], model):
+    for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=module is not model)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -126,7 +126,7 @@ def test_a_config_json_that_is_none_is_refused(tmp_path):
 
 
 UNSUPPORTED = [
-    (dict(model_type="gpt2"), "model_type='gpt2' is not supported; supported: 'llama', "),
+    (dict(model_type="gpt2"), "model_type='gpt2' is not supported; supported: llama, "),
     (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
     (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
     (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only 'full_attention' is"),
@@ -142,10 +142,6 @@ UNSUPPORTED = [
     (
         dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
         "original_max_position_embeddings=None",
-    ),
-    (
-        dict(model_type="gemma3_text", rope_parameters={"full_attention": {"rope_type": "default"}}),
-        "model_type='gemma3_text' is not supported",
     ),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "remove full_attention: no effect"),
     (dict(rope_scaling={"rope_type": "default", "factor": 4.0}), "remove factor: no effect with rope_type='default'"),
@@ -163,6 +159,37 @@ def test_unsupported_configs_name_the_field(change, message):
     ModelConfig.from_hf(QWEN2)
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_hf({**QWEN2, **change}, "folder/config.json")
+    assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
+
+
+OTHER_FAMILY = {**QWEN2, "model_type": "mistral", "num_key_value_heads": 2}
+REFUSED = [
+    (dict(model_type="lfm2"), "model_type='lfm2': a layer carries state across sequences"),
+    (dict(model_type="qwen3_5_text"), "model_type='qwen3_5_text': a layer carries state across sequences"),
+    (dict(model_type="stablelm", hidden_act="gelu"), "model_type='stablelm': its layers do not hand"),
+    (dict(model_type="gemma2", final_logit_softcapping=30.0), "use a Gemma 3"),
+    (dict(model_type="gemma3", vision_config={}), "use one with model_type='gemma3_text'"),
+    (dict(model_type="gpt_oss"), "use a Qwen3 MoE"),
+    (dict(model_type="llama4_text"), "use a Llama 3"),
+    (dict(vision_config={"depth": 1}), "only text models are supported"),
+    (dict(quantization_config={"bits": 4}), "use a checkpoint that is not quantized"),
+    (dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 is not supported"),
+    (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
+    (dict(use_bidirectional_attention=True), "only causal attention is supported"),
+    (dict(layer_types=["chunked_attention"]), "layer_types: 'chunked_attention' is not supported"),
+    (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type='dynamic' is not supported"),
+    (dict(rope_parameters={"full_attention": {"rope_type": "longrope"}}), "rope_type='longrope' is not supported"),
+    (dict(head_dim=512), "head_dim=512: attention over packs takes up to 256"),
+    (dict(architectures=["MixtralForCausalLM"]), "expected MistralForCausalLM with model_type='mistral'"),
+    (dict(num_key_value_heads=None), "num_key_value_heads=None: expected int above 0"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_other_families_are_refused_by_their_model_type_first(change, message):
+    ModelConfig.from_hf(OTHER_FAMILY)
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
     assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
 
 

@@ -31,7 +31,7 @@ def test_export_reloads_to_identical_logits(folders, family, max_file_bytes, tmp
     model, export, pack = load_policy(source, device="cpu"), tmp_path / "export", make_pack(LENGTHS)
     (tmp_path / "export.tmp").mkdir()  # what a killed run left
     for _ in range(2):  # the second replaces the first
-        model.model["norm"].weight += 0.1
+        model.model.norm.weight += 0.1
         save_hf(model, export, source, dtype=torch.float32)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
     assert json.loads((export / "config.json").read_text()) == json.loads((source / "config.json").read_text())

@@ -184,7 +184,7 @@ def step_collectives(folders, mesh):
             {
                 "case": [family, defers_sync],
                 "gathered": sum(not unit._get_fsdp_state()._fsdp_param_group.is_sharded for unit in units_of(model)),
-                "blocks": len(model.model["layers"]),
+                "blocks": len(model.model.layers),
                 "micro_batches": len(micros[0][0].micros),
                 "numbers": numbers,
                 "bytes": sizes,

@@ -1,0 +1,152 @@
+"""transformers' own decoder blocks over packed tokens: the body of `model.Decoder` for all families but three.
+
+The only file that imports transformers; the native families and `--check` do without. What changes in transformers'
+code, and nothing else does:
+
+    attention    `attention.packed_attention`, with the scale of the layer and the window that its mask asks for
+    precision    as in `model.Block`: the residual stream in float32, each norm in float32 and rounded once, matmuls in
+                 the dtype of their weights
+    recompute    each layer's forward, inside of the module that FSDP wraps
+
+docs/families.md tells what was tried, and how a family is added.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from attention import PackLayout, packed_attention
+from support.inputs.model_config import ModelConfig
+
+PACKED = "packed"  # our attention's name in transformers
+
+
+def window_of_mask(*, local_size: int | None = None, use_vmap: bool = False, **_) -> tuple[int | None]:
+    """In place of a mask: the window of the layers that transformers asks it for, in keys; None is all."""
+    assert not use_vmap, "a mask other than causal, or causal with a window"
+    return (local_size,)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: tuple[int | None],
+    *,
+    layout: PackLayout,
+    scaling: float | None = None,
+    **_,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [1, N, T, H], [1, K, T, H] twice -> [1, T, N * H]."""
+    value_TKH = value[0].transpose(0, 1)
+    query_TNH = query[0].transpose(0, 1).to(value_TKH.dtype)  # the rotation has made queries and keys float32
+    key_TKH = key[0].transpose(0, 1).to(value_TKH.dtype)
+    (window,) = mask
+    attended_TD = packed_attention(query_TNH, key_TKH, value_TKH, layout, scale=scaling, window=window)
+    return attended_TD[None], None
+
+
+AttentionInterface.register(PACKED, attend)
+AttentionMaskInterface.register(PACKED, window_of_mask)
+
+
+class TransformersBody(nn.Module):
+    """Embedding, layers and final norm of a transformers model, under its names. recompute: all layers or the first N.
+
+    The model itself is no submodule: only its parts are, as parameters of `model.Decoder` have the names of the
+    checkpoint. Its `forward` is called past `__call__`, which vLLM replaces in some classes, for the whole process.
+    """
+
+    def __init__(self, config: ModelConfig, *, recompute: bool | int = False):
+        super().__init__()
+        hf_config = AutoConfig.for_model(**config.hf)
+        # Not the dtype of config.json: the parameters are the master weights.
+        causal = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED, dtype=torch.float32)
+        base = causal.base_model.eval()  # no dropout
+        self.parts_of = [base]
+        for name, part in base.named_children():
+            self.add_module(name, part)
+        self.embed_tokens.register_forward_hook(_widen)
+        for module in self.modules():
+            if _is_norm(module):
+                scale = logit_scale(hf_config) if module is self.norm else 1.0
+                module.register_forward_pre_hook(_widen_input)
+                module.register_forward_hook(partial(_round_output, scale=scale))
+            if isinstance(module, nn.LayerNorm):
+                module.forward = partial(_layer_norm, module)
+        for number, layer in enumerate(self.layers):
+            for part in (layer.self_attn, layer.mlp):
+                part.register_forward_pre_hook(_round_input, with_kwargs=True)
+            if recompute is True or number < recompute:
+                layer.forward = partial(_recomputed, layer.forward)
+
+    def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
+        """hidden_TD, whose product with the output layer's weight is the logits."""
+        (base,) = self.parts_of
+        out = type(base).forward(
+            base, input_ids=token_T[None], position_ids=position_T[None], layout=layout, use_cache=False
+        )
+        return out.last_hidden_state[0]
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Computes the buffers that are in no checkpoint, such as rotary frequencies, after `to_empty`. On the device
+        that computes, wherever the parameters are."""
+        (base,) = self.parts_of
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+            if module._non_persistent_buffers_set:
+                base._init_weights(module)
+
+
+def logit_scale(hf_config: PreTrainedConfig) -> float:
+    """What transformers multiplies the logits by, in Granite."""
+    return 1 / getattr(hf_config, "logits_scaling", 1.0)
+
+
+def _recomputed(forward, *args, **kwargs):
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and hasattr(module, "weight")
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _widen(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    return _widened(out)
+
+
+def _widen_input(module: nn.Module, args: tuple) -> tuple:
+    return (_widened(args[0]),)
+
+
+def _round_output(module: nn.Module, args: tuple, out: Tensor, *, scale: float) -> Tensor:
+    if scale != 1.0:
+        out = out * scale
+    return out.to(module.weight.dtype)
+
+
+def _layer_norm(module: nn.LayerNorm, wide: Tensor) -> Tensor:
+    """torch takes one dtype for input, weight and bias."""
+    bias = module.bias.to(wide.dtype) if module.bias is not None else None
+    return F.layer_norm(wide, module.normalized_shape, module.weight.to(wide.dtype), bias, module.eps)
+
+
+def _round_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """For layers whose norm comes after: attention and MLP get the residual stream."""
+    dtype = next(module.parameters()).dtype
+    if args:
+        return (args[0].to(dtype), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].to(dtype)}

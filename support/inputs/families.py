@@ -1,0 +1,225 @@
+"""The families of decoders that transformers computes (`support.hf.blocks`): their weights, by name and shape.
+
+A family is listed once it has passed the tests that docs/families.md names; that page also says how to add one. No
+torch, so that `grpo.py --check` answers in a second.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from config import ConfigError
+
+Shapes = dict[str, tuple[int, ...]]
+NATIVE = ("llama", "qwen2", "qwen3")  # `model.Body` computes these
+
+PRE_NORM = ("input_layernorm", "post_attention_layernorm")
+POST_NORM = ("post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA_NORMS = (*PRE_NORM, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+GLM4_NORMS = (*PRE_NORM, "post_self_attn_layernorm", "post_mlp_layernorm")
+
+
+class Switch(NamedTuple):
+    """A field of config.json that says whether a tensor is there; where it is absent, the default of transformers."""
+
+    field: str
+    default: bool = False
+
+
+ATTENTION_BIAS = Switch("attention_bias")
+MLP_BIAS = Switch("mlp_bias")
+USE_BIAS = Switch("use_bias")
+ALWAYS = Switch("", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
+
+    head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    norms: tuple[str, ...] = PRE_NORM
+    norm_bias: Switch | None = None
+    qkv: Literal["apart", "fused"] = "apart"
+    qkv_bias: Switch | None = None
+    o_bias: Switch | None = None
+    qk_norm: Literal["none", "of a head", "of all heads"] = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    mlp: Literal["gated", "gate and up fused", "plain"] = "gated"
+    plain_names: tuple[str, str] = ("up_proj", "down_proj")
+    mlp_bias: Switch | None = None
+    head_dim: int | None = None
+    is_tied: bool = False
+
+
+FAMILIES = {
+    "llama": Family(architecture="LlamaForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=ALWAYS),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        head_dim=128,
+    ),
+    "mistral": Family(architecture="MistralForCausalLM"),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", head_dim=128),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        norms=GEMMA_NORMS,
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        head_dim=256,
+        is_tied=True,
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        norms=POST_NORM,
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of all heads",
+    ),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        norms=POST_NORM,
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of all heads",
+    ),
+    "phi3": Family(architecture="Phi3ForCausalLM", qkv="fused", mlp="gate and up fused"),
+    "granite": Family(
+        architecture="GraniteForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        mlp_bias=MLP_BIAS,
+        is_tied=True,
+    ),
+    "glm": Family(
+        architecture="GlmForCausalLM", qkv_bias=Switch("attention_bias", True), mlp="gate and up fused", head_dim=128
+    ),
+    "glm4": Family(
+        architecture="Glm4ForCausalLM",
+        norms=GLM4_NORMS,
+        qkv_bias=Switch("attention_bias", True),
+        mlp="gate and up fused",
+        head_dim=128,
+    ),
+    "arcee": Family(
+        architecture="ArceeForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp="plain", mlp_bias=MLP_BIAS
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        norm_bias=ALWAYS,
+        qkv_bias=Switch("use_bias", True),
+        o_bias=Switch("use_bias", True),
+        mlp="plain",
+        plain_names=("c_fc", "c_proj"),
+        mlp_bias=Switch("use_bias", True),
+        is_tied=True,
+    ),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM",
+        qkv_bias=USE_BIAS,
+        o_bias=USE_BIAS,
+        mlp_bias=USE_BIAS,
+        head_dim=128,
+        is_tied=True,
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        qkv_bias=Switch("attention_bias", True),
+        o_bias=Switch("attention_out_bias"),
+        mlp_bias=MLP_BIAS,
+        head_dim=128,
+    ),
+    "exaone4": Family(architecture="Exaone4ForCausalLM", norms=POST_NORM, qk_norm="of a head"),
+    "hunyuan_v1_dense": Family(
+        architecture="HunYuanDenseV1ForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+    ),
+}
+
+# model_type -> why it is refused.
+STATE = "a layer carries state across sequences, which packs do not reset: use a model that has attention alone"
+REFUSED = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "kimi_linear", "minimax_m1"), STATE),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2"), STATE),
+    **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "rwkv"), STATE),
+    **dict.fromkeys(("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention"),
+    "llama4": "chunked attention is not supported: use a Llama 3",
+    "llama4_text": "chunked attention is not supported: use a Llama 3",
+    "gemma2": "it caps the logits, and the output layer's kernels have no cap: use a Gemma 3",
+    "gpt_oss": "vLLM 0.32 does not reload its sinks and experts: use a Qwen3 MoE",
+    "cohere": "vLLM 0.32 has no output layer for it that could be set to float32: use an Olmo 3",
+    "cohere2": "vLLM 0.32 has no output layer for it that could be set to float32: use an Olmo 3",
+    "gemma3": "only text models are supported: use one with model_type='gemma3_text', such as Gemma 3 1B",
+    "mistral3": "only text models are supported: use one with model_type='mistral' or 'ministral3'",
+    "deepseek_v3": "its attention has keys and values of two sizes, which no sync has been proven for: use a Glm4 MoE",
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# Fields with a computation that is not there for any family.
+ABSENT = {
+    "quantization_config": "use a checkpoint that is not quantized",
+    "compression_config": "use a checkpoint that is not compressed",
+    "vision_config": "only text models are supported",
+    "final_logit_softcapping": "the output layer's kernels have no cap: use a Gemma 3",
+    "attn_logit_softcapping": "the attention over packs has no cap: use a Gemma 3",
+    "use_bidirectional_attention": "only causal attention is supported",
+}
+
+
+def check_family(hf: dict, source: str) -> None:
+    """ConfigError if transformers' blocks, or vLLM, would compute this config.json wrongly, or nobody has tried it."""
+    kind = hf.get("model_type")
+    if kind in REFUSED:
+        raise ConfigError(f"{source}: model_type={kind!r}: {REFUSED[kind]}")
+    if kind not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError(
+            f"{source}: model_type={kind!r:.80} is not supported; supported: {known}; "
+            "docs/families.md tells how to try another"
+        )
+    for field, fix in ABSENT.items():
+        if hf.get(field):
+            raise ConfigError(f"{source}: {field}={hf[field]!r:.80} is not supported: {fix}")
+    names = hf.get("architectures") or []  # vLLM builds the first
+    architecture = FAMILIES[kind].architecture
+    if any(name != architecture for name in names):
+        raise ConfigError(f"{source}: architectures={names!r:.80}: expected {architecture} with model_type={kind!r}")
+    for layer_type in hf.get("layer_types") or ():
+        if layer_type not in LAYER_TYPES:
+            raise ConfigError(f"{source}: layer_types: {layer_type!r:.80} is not supported: use full_attention layers")
+    for rope_type in _rope_types(hf):
+        if rope_type not in ROPE_TYPES:
+            raise ConfigError(
+                f"{source}: rope_type={rope_type!r:.80} is not supported: its frequencies depend on the longest "
+                f"sequence of a pack; supported: {', '.join(ROPE_TYPES)}"
+            )
+
+
+def fields_for_vllm(hf: dict) -> dict:
+    """Fields that vLLM wants beside those of config.json: it reads a scale of Ministral 3 in Mistral's own format."""
+    rope = hf.get("rope_parameters") or {}
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is None:
+        return {}
+    scaling = {"beta": beta, "original_max_position_embeddings": rope["original_max_position_embeddings"]}
+    return {"llama_4_scaling": scaling}
+
+
+def _rope_types(hf: dict) -> Iterator[object]:
+    """Of all layers, or of each kind of layers."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    settings = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    for setting in settings:
+        yield setting.get("rope_type", setting.get("type", "default"))

@@ -1,0 +1,75 @@
+"""Tiny random models of all families that transformers' blocks compute, with what makes each of them different."""
+
+import torch
+
+BASE = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = 6
+WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
+OF_FAMILY = {
+    "llama": {"rope_parameters": LLAMA3_ROPE},
+    "mistral": {"sliding_window": WINDOW},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 20, "tie_word_embeddings": True},
+    "olmo3": WINDOWS,
+    "phi3": {"resid_pdrop": 0.1, "sliding_window": WINDOW},
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm": {"partial_rotary_factor": 0.5},
+    "exaone4": WINDOWS,
+    "starcoder2": {"sliding_window": WINDOW},
+    "hunyuan_v1_dense": {"attention_bias": True},
+}
+
+
+def hf_config(family, **fields):
+    """transformers' config."""
+    from transformers import AutoConfig  # not at the top: spawned ranks do without its seconds
+
+    return AutoConfig.for_model(family, **{**BASE, **OF_FAMILY.get(family, {}), **fields})
+
+
+def make_family(family, seed=0, **fields):
+    """transformers' float32 model, with eager attention and experts. No norm, bias or buffer has its initial value."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = hf_config(family, **fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1:
+                tensor.add_(0.2 * torch.randn(tensor.shape))
+            elif name.endswith(("router.weight", "gate.weight")):
+                tensor.normal_(0, 0.5)
+    return model

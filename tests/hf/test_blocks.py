@@ -1,0 +1,227 @@
+"""transformers' blocks in the body of model.Decoder, against transformers' own forward of each sequence alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import hf_config, make_family
+from ranks import ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from attention import PackLayout
+from config import LoRAConfig
+from head import HeadOptions, response_logps
+from model import Decoder, load_policy
+from support.hf.lora_layers import adapted_layers, factor_shapes
+from support.hf.weights import save_hf
+from support.inputs.families import FAMILIES, NATIVE
+from support.inputs.model_config import ModelConfig, read_model_config
+from support.system.ranks import start_process_group
+
+CPU = torch.device("cpu")
+ALWAYS = ("gemma3_text", "olmo2", "granite")  # windows and a tied head; norms after the layers; scaled logits
+TABLE = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in FAMILIES]
+
+
+def draw(num_tokens, seed):
+    return torch.randint(3, 290, (num_tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def segments():
+    """(tokens, prefix) of a prompt with three replies, a sequence alone, another prompt with one reply, and more."""
+    lengths = (11, 7, 13, 7, 9, 4, 12, 1, 23)
+    prefixes = (-1, 0, 0, 0, -1, -1, 5, -1, -1)
+    return [draw(length, seed) for seed, length in enumerate(lengths)], np.array(prefixes)
+
+
+def packed(tokens_S, prefix_S):
+    """Arguments of a decoder's forward."""
+    positions = []
+    for tokens, prefix in zip(tokens_S, prefix_S, strict=True):
+        start = len(tokens_S[prefix]) if prefix >= 0 else 0
+        positions.append(torch.arange(len(tokens)) + start)
+    bounds = np.cumsum([0, *map(len, tokens_S)])
+    return torch.cat(tokens_S), torch.cat(positions), PackLayout.of(bounds, prefix_S, int(bounds[-1]), CPU)
+
+
+def gradients(model):
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def folder_of(hf_model, folder, **fields):
+    hf_model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path):
+    hf_model = make_family(family)
+    # Whatever config.json says of the dtype, the master weights are float32.
+    config = read_model_config(folder_of(hf_model, tmp_path, dtype="bfloat16"), force_hf=True)
+    model = load_policy(tmp_path, device="cpu", model_config=config)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    tokens_S, prefix_S = segments()
+    logits_S = model(*packed(tokens_S, prefix_S)).split([len(tokens) for tokens in tokens_S])
+    total = expected_total = 0
+    for segment, (tokens, prefix, logits) in enumerate(zip(tokens_S, prefix_S, logits_S, strict=True)):
+        whole = torch.cat([tokens_S[prefix], tokens]) if prefix >= 0 else tokens
+        expected = hf_model(whole[None], use_cache=False).logits[0, -len(tokens) :]
+        assert expected.std() > 0.1  # logits that would hide an error are none
+        assert (logits - expected).abs().max() <= 1e-5, segment
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(segment))
+        total = total + (logits * weight).sum()
+        expected_total = expected_total + (expected * weight).sum()
+    total.backward()
+    expected_total.backward()
+    expected_gradients = gradients(hf_model)
+    found = gradients(model)
+    assert found.keys() == expected_gradients.keys()
+    for name, gradient in found.items():
+        error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()
+        assert error <= 1e-4, name
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_no_sequence_sees_another(family):
+    model = Decoder(ModelConfig.from_hf(hf_config(family).to_dict(), force_hf=True))
+    model.model.init_buffers(CPU)
+    tokens_S, prefix_S = segments()
+    lengths = [len(tokens) for tokens in tokens_S]
+    with torch.no_grad():
+        before = model(*packed(tokens_S, prefix_S)).split(lengths)
+        tokens_S[4] = tokens_S[4].clone()
+        tokens_S[4][0] += 1
+        after = model(*packed(tokens_S, prefix_S)).split(lengths)
+    moved = [segment for segment in range(len(lengths)) if not torch.equal(before[segment], after[segment])]
+    assert moved == [4]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shapes_of_weights_are_those_of_transformers(family):
+    from transformers import AutoModelForCausalLM
+
+    config = hf_config(family)
+    with torch.device("meta"):
+        hf_model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in hf_model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    fields = config.to_diff_dict() | {"architectures": [type(hf_model).__name__]}
+    assert dict(ModelConfig.from_hf(fields, force_hf=True).tensor_shapes()) == expected
+
+
+# ------------------------------------------------------------------------------------------- beside the native decoder
+
+
+def logps_and_gradients(folder, config, mesh, precision, **options):
+    model = load_policy(folder, device="cpu", model_config=config, mesh=mesh, precision=precision, **options)
+    tokens_S, prefix_S = segments()
+    inputs = packed(tokens_S, prefix_S)
+    pos_R = torch.arange(11, len(inputs[0]) - 1)
+    logp_R, entropy_R = response_logps(model, (*inputs, pos_R), inputs[0][pos_R + 1], HeadOptions(0.8))
+    (logp_R.sum() + 0.1 * entropy_R.sum()).backward()
+    return logp_R, entropy_R, {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", NATIVE)
+def test_forced_blocks_are_the_native_decoder(family, precision, tmp_path, one_rank):
+    """In float32, and in bfloat16 where rounding is at the same places."""
+    make_family(family).save_pretrained(tmp_path)
+    native = logps_and_gradients(tmp_path, read_model_config(tmp_path), one_rank[2], precision)
+    forced = logps_and_gradients(tmp_path, read_model_config(tmp_path, force_hf=True), one_rank[2], precision)
+    assert torch.equal(native[0], forced[0]) and torch.equal(native[1], forced[1])
+    assert native[2].keys() == forced[2].keys()
+    most = 1e-6 if precision == "float32" else 1e-2
+    for name, gradient in forced[2].items():
+        error = (gradient - native[2][name]).abs().max() / native[2][name].abs().max()
+        assert error <= most, (name, error)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", TABLE)
+def test_recompute_changes_nothing_and_bfloat16_is_near(family, precision, tmp_path, one_rank):
+    make_family(family).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path, force_hf=True)
+    kept = logps_and_gradients(tmp_path, config, one_rank[2], precision)
+    again = logps_and_gradients(tmp_path, config, one_rank[2], precision, recompute=True)
+    assert torch.equal(kept[0], again[0])
+    assert all(torch.equal(gradient, again[2][name]) for name, gradient in kept[2].items())
+    exact = logps_and_gradients(tmp_path, config, one_rank[2], "float32")
+    assert (kept[0] - exact[0]).abs().mean() <= 0.05
+    for name, gradient in kept[2].items():
+        assert torch.cosine_similarity(gradient.flatten(), exact[2][name].flatten(), 0) >= 0.98, name
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_transformers_loads_the_export(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    make_family(family).save_pretrained(tmp_path / "base")
+    config = read_model_config(tmp_path / "base", force_hf=True)
+    model = load_policy(tmp_path / "base", device="cpu", model_config=config)
+    with torch.no_grad():
+        for seed, param in enumerate(model.parameters()):
+            param.add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)))
+    save_hf(model, tmp_path / "export", tmp_path / "base", dtype=torch.float32)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    tokens = draw(40, 0)
+    expected = loaded.eval()(tokens[None], use_cache=False).logits[0]
+    logits = model(*packed([tokens], np.array([-1])))
+    assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TABLE)
+def test_two_ranks_are_one(family, tmp_path):
+    make_family(family).save_pretrained(tmp_path)
+    compare_two_ranks_with_one(tmp_path)
+
+
+@ranks(2)
+def compare_two_ranks_with_one(folder):
+    """A pack for each rank; the sums over ranks against one process that has both."""
+    place, _ = start_process_group(tp_size=1)
+    config = read_model_config(folder, force_hf=True)
+    packs = []
+    for lengths, seed in (((5, 9, 11), 0), ((17, 3, 30), 10)):
+        tokens_S = [draw(length, seed + number) for number, length in enumerate(lengths)]
+        packs.append(packed(tokens_S, np.array([-1, 0, 0])))
+    plain = load_policy(folder, device="cpu", model_config=config)
+    expected = [plain(*pack) for pack in packs]
+    sum(logits.square().sum() for logits in expected).backward()
+    for recompute in (False, True):
+        mesh = init_device_mesh("cpu", (2,))
+        model = load_policy(folder, device="cpu", model_config=config, mesh=mesh, recompute=recompute)
+        logits = model(*packs[place.rank])
+        assert torch.equal(logits, expected[place.rank])
+        model.backward(logits.square().sum(), is_last=True)
+        for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+            error = (param.grad.full_tensor() - whole.grad).abs().max() / whole.grad.abs().max()
+            assert error <= 1e-6, (name, error)
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_lora_adapts_all_linear_layers(family, tmp_path, one_rank):
+    """New adapters change nothing; every factor then gets a gradient, and nothing else does."""
+    make_family(family).save_pretrained(tmp_path)
+    config = read_model_config(tmp_path, force_hf=True)
+    mesh = one_rank[2]
+    base = load_policy(tmp_path, device="cpu", model_config=config, mesh=mesh, precision="bfloat16")
+    lora = LoRAConfig(enabled=True, dim=4)
+    model = load_policy(tmp_path, device="cpu", model_config=config, mesh=mesh, precision="bfloat16", lora=lora)
+    tokens_S, prefix_S = segments()
+    logits = model(*packed(tokens_S, prefix_S))
+    assert torch.equal(logits, base(*packed(tokens_S, prefix_S)))
+    model.backward(logits.float().square().sum(), is_last=True)
+    trained = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert trained == set(factor_shapes(config, lora))
+    layers = {name for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {f"model.layers.{name}" for name in layers} == set(adapted_layers(config, lora))
