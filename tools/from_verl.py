@@ -1,5 +1,6 @@
 """Keys of ours that several of verl's make: batches, the loss, what grades. from_verl.yaml has the others."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def made_of(v: Mapping[str, Any]) -> Made:
     _clips(v, made)
     _averages(v, made)
     _sampler_weights(v, made)
+    _rejection(v, made)
     _graders(v, made)
     if v["algorithm.filter_groups.enable"] and not v["algorithm.filter_groups.max_num_gen_batches"]:
         made.notes["algorithm.filter_groups.max_num_gen_batches"] = (
@@ -107,7 +109,7 @@ def _sampler_weights(v: Mapping[str, Any], made: Made) -> None:
     level = v[f"{CORRECTION}.rollout_is"]
     if level is None:
         return
-    low, high = _bounds(v[f"{CORRECTION}.rollout_is_threshold"])
+    low, high = _bounds(f"{CORRECTION}.rollout_is_threshold", v[f"{CORRECTION}.rollout_is_threshold"])
     is_gspo = v[f"{ACTOR}.policy_loss.loss_mode"] == "gspo"
     if is_gspo and level == "token":  # a token's weight counts for its own gradient
         made.keys["loss_fn.gspo_token"] = True
@@ -126,16 +128,47 @@ def _sampler_weights(v: Mapping[str, Any], made: Made) -> None:
     made.keys["loss_fn.truncated_importance_sampling_ratio_min"] = low
 
 
-def _bounds(threshold: Any) -> tuple[float | None, float]:
-    """2.0 -> (None, 2.0), which clamps the weights; "0.5_2.0" -> (0.5, 2.0), which zeroes those outside (IcePop)."""
+REJECTED = {"token_k1": "token", "seq_mean_k1": "sequence"}  # an option of rollout_rs -> what it takes out
+
+
+def _rejection(v: Mapping[str, Any], made: Made) -> None:
+    """verl bounds sampler / trainer, and divides by counts that include what is rejected, as here."""
+    key = f"{CORRECTION}.rollout_rs"
+    options = str(v[key]).split(",")
+    if not set(options) <= REJECTED.keys():  # null, or refused by the table
+        return
+    key_of_bounds = f"{CORRECTION}.rollout_rs_threshold"
+    thresholds = text_of(v[key_of_bounds]).split(",")
+    if len(thresholds) == 1:
+        thresholds *= len(options)
+    if len(thresholds) != len(options):
+        raise ConfigError(
+            f"{key_of_bounds}={v[key_of_bounds]:.80}: expected a bound for each of {v[key]}, or one for all"
+        )
+    for option, threshold in zip(options, thresholds, strict=True):
+        low, high = _bounds(key_of_bounds, threshold)
+        made.keys[f"loss_fn.{REJECTED[option]}_rejection_ratio_min"] = 1 / high
+        made.keys[f"loss_fn.{REJECTED[option]}_rejection_ratio_max"] = high if low is None else 1 / low
+    if "token_k1" in options and v[f"{CORRECTION}.rollout_is"] == "sequence":
+        made.refused[key] = (
+            "verl's weight of a sequence is of all its tokens, here of those that are not rejected: add "
+            f"{key}=seq_mean_k1 or {CORRECTION}.rollout_is=token"
+        )
+    if v["algorithm.adv_estimator"] in ("opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        made.notes[key] = "verl's advantages are of the tokens that are not rejected, here of all"
+
+
+def _bounds(key: str, threshold: Any) -> tuple[float | None, float]:
+    """2.0 -> (None, 2.0); "0.5_2.0" -> (0.5, 2.0). Of weights, one bound clamps and two zero those outside (IcePop); in
+    a rejection the lower one is then 1 / 2.0."""
     low, _, high = text_of(threshold).strip().rpartition("_")
     try:
-        return float(low) if low else None, float(high)
+        bounds = (float(low) if low else None, float(high))
     except ValueError:
-        key = f"{CORRECTION}.rollout_is_threshold"
-        raise ConfigError(
-            f"{key}={text_of(threshold):.80}: expected a bound such as 2.0, or two as in 0.5_2.0"
-        ) from None
+        bounds = (None, 0.0)
+    if any(bound is not None and not 0 < bound < math.inf for bound in bounds):
+        raise ConfigError(f"{key}={text_of(threshold):.80}: expected a bound such as 2.0, or two as in 0.5_2.0")
+    return bounds
 
 
 def _graders(v: Mapping[str, Any], made: Made) -> None:

@@ -77,11 +77,12 @@ def trl_loss(logp, b, k):
 
 def verl_loss(logp, b, k):
     """k: verl's keys by their last parts, with its defaults."""
-    mask = b["mask"]
+    mask = b["mask"] * not_rejected(b, k)
+    length = mask.sum(1).clamp(min=1)
     adv = b["adv"][:, None]
     log_ratio = logp - b["old"]
     if k["loss_mode"] == "gspo":
-        mean = ((log_ratio * mask).sum(1) / mask.sum(1))[:, None]
+        mean = ((log_ratio * mask).sum(1) / length)[:, None]
         log_ratio = mean.detach() + logp - logp.detach()
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - k["clip_ratio_low"], 1 + k["clip_ratio_high"])
@@ -102,12 +103,12 @@ def verl_loss(logp, b, k):
     elif k["loss_mode"] == "geo_mean":
         clipped = log_ratio.clamp(-k["clip_ratio_low"], k["clip_ratio_high"])
         pessimistic = adv.sign() * torch.minimum(adv.sign() * log_ratio, adv.sign() * clipped)
-        mean_ratio = ((pessimistic * mask).sum(1) / mask.sum(1)).exp()
+        mean_ratio = ((pessimistic * mask).sum(1) / length).exp()
         loss = (-adv * mean_ratio[:, None]).expand_as(mask)
     if k["rollout_is"]:
         log_weight = b["old"] - b["sampler"]
         if k["rollout_is"] == "sequence":
-            log_weight = (log_weight * mask).sum(1, keepdim=True).expand_as(mask)
+            log_weight = (log_weight * b["mask"]).sum(1, keepdim=True).expand_as(mask)
         weight = log_weight.exp()
         low, _, high = str(k["rollout_is_threshold"]).rpartition("_")
         if low:
@@ -129,11 +130,26 @@ def verl_loss(logp, b, k):
     if average == "token-sum":
         return loss.sum()
     if average == "token-mean":
-        return loss.sum() / mask.sum()
+        return loss.sum() / b["mask"].sum()  # batch_num_tokens, of loss_mask
     if average == "seq-mean-token-mean":
-        return (loss.sum(1) / mask.sum(1)).mean()
+        return (loss.sum(1) / length).mean()
     width = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": k["loss_scale_factor"] or WIDTH}[average]
     return loss.sum(1).mean() / width
+
+
+def not_rejected(b, k):
+    """What compute_rollout_rejection_mask leaves: k1 = -log ratio is within the logs of the bounds."""
+    k1 = b["sampler"] - b["old"]
+    mean = (k1 * b["mask"]).sum(1, keepdim=True) / b["mask"].sum(1, keepdim=True)
+    options = (k["rollout_rs"] or "").split(",")
+    bounds = str(k["rollout_rs_threshold"]).split(",")
+    kept = torch.ones_like(k1)
+    for option, bound in zip(options, bounds * len(options), strict=False):
+        if option:
+            low, _, high = bound.rpartition("_")
+            statistic = {"token_k1": k1, "seq_mean_k1": mean}[option].exp()
+            kept = kept * (statistic >= float(low or 1 / float(high))) * (statistic <= float(high))
+    return kept
 
 
 def our_loss(logp, b, cfg):
@@ -169,7 +185,7 @@ SECTIONS = {
     f"{ACTOR}.policy_loss": "loss_mode",
     ACTOR: "clip_ratio_low clip_ratio_high clip_ratio_c loss_agg_mode loss_scale_factor entropy_coeff use_kl_loss "
     "kl_loss_coef kl_loss_type tau_pos tau_neg",
-    CORRECTION: "rollout_is rollout_is_threshold",
+    CORRECTION: "rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold",
 }
 FULL_KEYS = {name: f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()}
 VERL_DEFAULTS = load_table("verl")["recorded"]
@@ -251,6 +267,25 @@ EQUAL = [  # system, keys beside the defaults
         for level in ("token", "sequence")
         for bounds in (1.2, "1.2", "0.9_1.2", "0.3_1.2")
     ),
+    *(
+        ("verl", {"rollout_rs": options, "rollout_rs_threshold": bounds, **more})
+        for options, bounds in (
+            ("token_k1", "0.8_1.4"),
+            ("token_k1", 1.3),
+            ("seq_mean_k1", "0.9_1.1"),
+            ("seq_mean_k1", "1.05"),
+            ("token_k1,seq_mean_k1", "0.7_1.4,0.87_1.2"),
+            ("seq_mean_k1,token_k1", 1.2),
+        )
+        for more in (
+            {},
+            {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "entropy_coeff": 0.1},
+            {"loss_agg_mode": "seq-mean-token-sum", "rollout_is": "token"},
+            {"loss_mode": "gspo"},
+            {"loss_mode": "geo_mean"},
+        )
+    ),
+    ("verl", {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.9_1.1", "rollout_is": "sequence"}),
 ]
 ON_POLICY = [("trl", {"beta": 0.1}), ("trl", {"beta": 0.1, "loss_type": "grpo"})]  # old = log p: one optimizer step
 
@@ -306,6 +341,11 @@ SAID = [  # what is trained almost alike: the key of the line that says what dif
     ("trl", ["multi_objective_aggregation=normalize_then_sum"], "multi_objective_aggregation=normalize_then_sum"),
     ("verl", [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
     ("verl", ["algorithm.adv_estimator=reinforce_plus_plus"], "algorithm.adv_estimator=reinforce_plus_plus"),
+    (
+        "verl",
+        ["algorithm.adv_estimator=opo", f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"],
+        f"{CORRECTION}.rollout_rs=token_k1",
+    ),
     ("verl", ["algorithm.adv_estimator=reinforce_plus_plus_baseline"], "algorithm.adv_estimator=reinforce_plus_plus_b"),
 ]
 
@@ -341,7 +381,12 @@ NOT_HERE = [  # words -> the key that is refused
     ("verl", [f"{MODE}=cispo", f"{AVERAGE}=seq-mean-token-mean"], AVERAGE),
     *(("verl", [f"{MODE}={mode}"], MODE) for mode in ("dppo_kl", "clip_cov", "kl_cov", "dro")),
     *(("verl", [f"{ACTOR}.use_kl_loss=true", f"{KL_KIND}={kind}"], KL_KIND) for kind in ("k3+", "abs", "full")),
-    ("verl", [f"{CORRECTION}.rollout_rs=token_k1"], f"{CORRECTION}.rollout_rs"),
+    ("verl", [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2"], f"{CORRECTION}.rollout_rs"),
+    (
+        "verl",
+        [f"{CORRECTION}.rollout_{words}" for words in ("rs=token_k1", "rs_threshold=2.0", "is=sequence")],
+        f"{CORRECTION}.rollout_rs",
+    ),
     *(("verl", [f"algorithm.adv_estimator={name}"], "algorithm.adv_estimator") for name in ("gae", "grpo_passk")),
 ]
 
