@@ -1,6 +1,6 @@
 """Every algorithm on the smoke task: same data, same steps, two seeds; a table of accuracy and seconds.
 
-    python bench/algorithms.py [--steps 150] [--seeds 1 2] [--out algorithms.md] [NAME ...]
+    python bench/algorithms.py [--steps 150] [--seeds 1 2] [--out logs/algorithms.md] [NAME ...]
 
 Runs `./train.sh configs/smoke.yaml` with each row's overrides, one after the other, and writes the table after each
 run, so that a cut run still counts. Accuracies are of the last validation (500 held-out problems, 4 samples each).
@@ -37,6 +37,39 @@ ALGORITHMS = {
     "REINFORCE++": ["grpo.adv_estimator.name=reinforce_plus_plus"],
     "KL + reference": ["loss_fn.reference_policy_kl_penalty=0.01"],
     "4 minibatches x 2 epochs": ["policy.train_global_batch_size=64", "policy.ppo_epochs=2"],
+    # With two epochs the ratio is not always 1.
+    "SAPO": ["loss_fn.token_loss=sapo", "loss_fn.token_level_loss=false", "policy.ppo_epochs=2"],
+    "DPPO": ["loss_fn.token_loss=dppo", "loss_fn.old_logprobs=sampler", "policy.ppo_epochs=2"],
+    "IPO": ["loss_fn.token_loss=ipo", "loss_fn.old_logprobs=sampler", "policy.ppo_epochs=2"],
+    "dppo_tv": ["loss_fn.token_loss=dppo_tv", "policy.ppo_epochs=2"],
+    "GMPO": ["loss_fn.token_loss=gmpo", "loss_fn.token_level_loss=false", "policy.ppo_epochs=2"],
+    "GSPO-token": [
+        "loss_fn.sequence_level_importance_ratios=true",
+        "loss_fn.token_level_loss=false",
+        "loss_fn.gspo_token=true",
+        "policy.ppo_epochs=2",
+    ],
+    "off-policy mask": ["loss_fn.off_policy_mask_threshold=0.05", "policy.ppo_epochs=2"],
+    "KL, r k3": [
+        "loss_fn.reference_policy_kl_penalty=0.01",
+        "loss_fn.kl_gradient=policy_ratio",
+        "policy.ppo_epochs=2",
+    ],
+    "rejected tokens": [
+        "loss_fn.token_rejection_ratio_min=0.9",
+        "loss_fn.token_rejection_ratio_max=1.1",
+        "loss_fn.old_logprobs=sampler",
+        "policy.ppo_epochs=2",
+    ],
+    "rejected sequences": [
+        "loss_fn.sequence_rejection_ratio_min=0.98",
+        "loss_fn.sequence_rejection_ratio_max=1.02",
+        "loss_fn.old_logprobs=sampler",
+        "policy.ppo_epochs=2",
+    ],
+    "MaxRL": ["grpo.adv_estimator.name=max_rl"],
+    "OPO": ["grpo.adv_estimator.name=opo"],
+    "GPG": ["grpo.adv_estimator.name=gpg", "loss_fn.disable_ppo_ratio=true"],
 }
 
 
@@ -93,7 +126,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", default=[], help=f"of {', '.join(ALGORITHMS)}; none = all")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, default=ROOT / "algorithms.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "logs" / "algorithms.md")
     arguments = parser.parse_args()
     results: dict[tuple[str, int], dict] = {}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,11 @@ def at_least(key: str, other: str) -> Condition:
     return Condition((key, other), lambda value, bound: None not in (value, bound) and value >= bound)
 
 
+def all_zero(key: str) -> Condition:
+    """The key has a list of numbers, and each is 0."""
+    return Condition((key,), lambda values: bool(values) and not any(values))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """why ends the message: in it, "the first" is the key that is refused, "the second" the first key of `when`."""
@@ -372,6 +377,11 @@ RULES = [
         when=[not_equal("grpo.adv_estimator.name", "gdpo")],
         unread=["grpo.adv_estimator.reward_weights"],
         why="only gdpo has several rewards",
+    ),
+    Rule(
+        when=[equal("grpo.adv_estimator.name", "gdpo")],
+        refuse=[all_zero("grpo.adv_estimator.reward_weights")],
+        why="no reward is trained; give one of them a weight other than 0",
     ),
     Rule(
         when=[equal("grpo.adv_estimator.name", "reinforce_plus_plus", "none")],
