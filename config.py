@@ -311,7 +311,7 @@ class DTensorConfig(Section):
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     defer_fsdp_grad_sync: bool = False
-    """Ranks sum gradients after the last pack; weights stay gathered: faster if host or links limit; more memory."""
+    """Ranks sum gradients after the last pack, not after each: faster if host or links limit; whole gradients wait."""
     dp_replicate_size: int = key(1, ">= 1")
     """Training ranks form this many replicas, for example one per node; each shards weights and optimizer states."""
     automodel_kwargs: AutomodelKwargs = AutomodelKwargs()

@@ -121,10 +121,11 @@ def compute_logprobs(
     to measure it, and the metrics of `finish_minibatches`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
-        for micro in micros:
-            micro.old_logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, head_options)
+        with model.gathered_once():
+            for micro in micros:
+                micro.old_logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, head_options)
     if reference:
-        with reference.in_place_of(model) as scorer:
+        with reference.in_place_of(model) as scorer, scorer.gathered_once():
             for micro in micros:
                 # top_p and top_k keep other tokens of the reference than of the policy.
                 unfiltered = head_options.unfiltered

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from attention import GatherRows, PackLayout, packed_attention
@@ -180,7 +180,8 @@ class Decoder(nn.Module):
     the names of the HF checkpoint.
 
     The options are constants of a run. recompute: all blocks or the first N. defers_sync, deterministic: see
-    `backward`.
+    `backward`. keeps_gathered: weights that FSDP has gathered for a forward stay until its backward, and from one
+    micro-batch to the next.
     """
 
     def __init__(
@@ -189,11 +190,14 @@ class Decoder(nn.Module):
         *,
         recompute: bool | int = False,
         defers_sync: bool = False,
+        keeps_gathered: bool = False,
         deterministic: bool = False,
     ):
         super().__init__()
         self.config = config
         self.defers_sync = defers_sync
+        self.keeps_gathered = keeps_gathered
+        self.is_gathered_once = False
         self.deterministic = deterministic
         self.model = body_of(config, recompute=recompute)
         self.lm_head = None if config.tie_word_embeddings else Head(config.hidden_size, config.vocab_size, bias=False)
@@ -219,14 +223,25 @@ class Decoder(nn.Module):
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Adds to the gradient, after `shard`. FSDP sums it over a replica's ranks at each micro-batch (defers_sync: at
-        the last; weights stay gathered), over replicas at the last. deterministic: attention sums in order."""
+        the last), over replicas at the last. deterministic: attention sums in order."""
         syncs = is_last or not self.defers_sync
         self.set_requires_gradient_sync(syncs)
-        self.set_reshard_after_backward(syncs)
+        self.set_reshard_after_backward(is_last or not self.keeps_gathered)
         self.set_requires_all_reduce(is_last)
         torch.set_deterministic_debug_mode("error" if self.deterministic else "default")
         loss.backward()
         torch.set_deterministic_debug_mode("default")
+
+    @contextmanager
+    def gathered_once(self) -> Iterator[None]:
+        """Within, the forwards have no gradients, and the weights stay as they are: if keeps_gathered, all forwards
+        share what the first one gathers. It is freed at the end."""
+        self.is_gathered_once = self.keeps_gathered
+        try:
+            yield
+        finally:
+            self.is_gathered_once = False
+            sharded_parameters(self)
 
     def compile_blocks(self) -> None:
         """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""
@@ -243,21 +258,31 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
     `precision` "float32" | "bfloat16" is the dtype of the matmuls and the gathered copies. Activations between blocks
     stay in float32. The sharded parameters, which the optimizer sees, keep their dtype. Gradients are summed over ranks
     in float32, not averaged: the loss divides by one count of tokens over all ranks. With `cpu_offload` parameters and
-    gradients are in host memory.
+    gradients are in host memory. A model of one shard sums gradients over micro-batches before FSDP copies them.
     """
+    assert not (cpu_offload and model.keeps_gathered), "what is gathered from host memory does not stay"
+    if mesh.size(-1) == 1 and not cpu_offload:
+        model.defers_sync = True
     offload = {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")} if cpu_offload else {}
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     ends = [] if model.lm_head is None else [model.model.embed_tokens, model.lm_head]
+
+    def free_without_backward(unit: FSDPModule, *_) -> None:
+        """Without a backward the gathered weights would hold memory, and be stale after a load."""
+        if not torch.is_grad_enabled() and not model.is_gathered_once:
+            unit.reshard()
+
     for module in (*model.model.layers, *ends, model):
         # Head and root end the forward and begin the backward, so their weights stay gathered in between.
-        stays = module in (model.lm_head, model)
+        stays = model.keeps_gathered or module in (model.lm_head, model)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
-        if stays:  # except without a backward: they would hold memory, and be stale after a load
-            module.register_forward_hook(lambda unit, *_: None if torch.is_grad_enabled() else unit.reshard())
+        if mesh.size() > 1:  # one rank would divide all gradients by 1
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+        if stays:
+            module.register_forward_hook(free_without_backward)
     if ends:
         model.model.embed_tokens.set_unshard_in_backward(False)  # its gradient needs only the tokens
 

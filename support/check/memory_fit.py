@@ -7,11 +7,10 @@ from dataclasses import replace
 from operator import attrgetter
 
 from config import ConfigError
-from support.check.memory_plan import CONTEXT, GIB, Items, Plan
+from support.check.memory_plan import CONTEXT, GIB, SPARE, Items, Plan
 from support.check.rules import check_config
 
 Fixes = dict[str, object]  # a key -> its new value
-SPARE = 0.05  # of the GPU, which a fix leaves free where it can: the plan is not exact, and torch's segments have gaps
 FSDP = "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
 LORA = f"{FSDP}.lora_cfg.enabled"

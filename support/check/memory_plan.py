@@ -18,6 +18,7 @@ GIB = 2**30
 NUMBER = {"bfloat16": 2, "float32": 4}
 # Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
 CONTEXT = 2.5 * GIB
+SPARE = 0.05  # of the GPU, which a choice leaves free: the plan is not exact, and torch's segments have gaps
 OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
 # vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
 RUNTIME = 0.8 * GIB
@@ -195,6 +196,23 @@ class Plan:
         newest = self.block if self.model.tie_word_embeddings else self.head
         return self.gathered(newest) - self.precision * newest
 
+    @cached_property
+    def keeps_gathered(self) -> bool:
+        """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free.
+        If nobody knows the GPU, a single shard stays, unless LoRA has frozen it."""
+        if self.cfg.policy.dtensor_cfg.cpu_offload or not self.trains:
+            return False
+        if self.gpu_bytes is None:
+            return self.num_shards == 1 and not self.lora
+        needed = _moments([*self.train(keeps=True), *self.score(keeps=True)]).values()
+        largest = max(sum(items.values()) for items in needed)
+        return largest + CONTEXT + self.others <= (1 - SPARE) * self.gpu_bytes
+
+    @property
+    def gathered_rest(self) -> float:
+        """All gathered weights but the embedding, or the untied head."""
+        return self.precision * (count(self.shapes | self.trained) - self.head)
+
     def logits(self, to_train: bool) -> float:
         """A chunk of the head's logits (kernels.chunks.logit_chunks), with top_p sorted a part at a time. PyTorch has
         copies: exp z, dz."""
@@ -211,8 +229,9 @@ class Plan:
         copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
         return max(chunk + sorts, chunk * copies)
 
-    def train(self) -> list[Row]:
-        """The moments of forward and backward at which most is held, from the second pack of a step on."""
+    def train(self, keeps: bool) -> list[Row]:
+        """The moments of forward and backward at which most is held, from the second pack of a step on. keeps: see
+        `keeps_gathered`."""
         m = self.model
         c = self.precision
         tied = m.tie_word_embeddings
@@ -229,9 +248,9 @@ class Plan:
         at_head = {"embedding and head": c * self.head, "gathered": self.buffer}
         at_head["activations"] = activations
         at_head["logits and gradient of the head"] = logits
-        # FSDP's reduction of it on one rank: a float32 copy, one more for the division, and the gradient of the packs
-        # before. Several ranks hold less then than at the head. A tied one's comes when the activations are gone.
-        reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 3 * 4 * dW}
+        # FSDP's reduction of it on one rank: two float32 copies beside the sum of all packs. Several ranks hold less
+        # then than at the head. A tied one's comes when the activations are gone.
+        reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 2 * 4 * dW}
         # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
         # with LoRA that of merged_weight.
         inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
@@ -239,16 +258,24 @@ class Plan:
         block = {"activations": self.kept(m.num_hidden_layers - 1) + inner}
         block["gathered"] = self.gathered(self.block) + last_matrix
         block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
+        if keeps:
+            at_head["gathered"] = self.gathered_rest
+            reduction["gathered"] = self.gathered_rest + c * self.head
+            block["gathered"] = self.gathered_rest + last_matrix
+            if not tied:
+                block["embedding and head"] += c * self.head
         rows = _rows("train", "the head", states, at_head)
+        if keeps:  # the packs after the first gather nothing, and the first has no gradients yet
+            first = at_head.copy()
+            first["gathered"] += self.buffer
+            rows += _rows("train", "the head of the first pack", self.states(), first)
         rows += _rows("train", "the reduction of its gradient", states, reduction)
         rows += _rows("train", "a block", states, block)
-        if deferred:
-            rows += _rows("train", "the next pack", states, {"gathered": c * count(self.shapes | self.trained)})
         return rows
 
-    def score(self) -> list[Row]:
+    def score(self, keeps: bool) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
-        (model.Reference)."""
+        (model.Reference). keeps: see `keeps_gathered`."""
         m = self.model
         c = self.precision
         states = self.states()
@@ -263,7 +290,8 @@ class Plan:
         inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
         ends = c * self.head
         gather = {"gathered": self.gather}
-        if self.num_shards > 1 or not m.tie_word_embeddings:
+        several = self.num_shards > 1
+        if several or not m.tie_word_embeddings:
             gather["activations"] = 4 * self.tokens * m.hidden_size
         block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
         if self.lora:
@@ -272,6 +300,12 @@ class Plan:
             block["embedding and head"] = ends
         at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
         at_head["activations"] = 2 * c * self.tokens * m.hidden_size
+        if keeps:  # the last unit is gathered beside all others; later packs find them all
+            if not m.tie_word_embeddings:
+                gather["gathered"] = self.gathered_rest + (self.gathered(self.head) if several else self.gather)
+            block["gathered"] += self.gathered_rest - c * self.block
+            block["embedding and head"] = ends
+            at_head["gathered"] += self.gathered_rest
         rows = _rows("score", "a gather", states, gather)
         rows += _rows("score", "a block", states, block)
         rows += _rows("score", "the head", states, at_head)
@@ -368,7 +402,8 @@ class Plan:
         """What holds memory at every moment of every phase."""
         rows = [*self.generate(), *self.sync()]
         if self.trains:
-            rows = [*self.train(), *self.score(), *rows]
+            keeps = self.keeps_gathered
+            rows = [*self.train(keeps), *self.score(keeps), *rows]
         always = {"CUDA and NCCL": CONTEXT}
         if self.others:
             always["other processes"] = self.others
@@ -380,11 +415,8 @@ class Plan:
     @cached_property
     def phases(self) -> dict[str, tuple[str, Items]]:
         """Phase -> its largest moment, and what holds memory then."""
-        moments: dict[tuple[str, str], Items] = {}
-        for row in self.table:
-            moments.setdefault((row.phase, row.moment), {})[row.item] = row.size
         phases: dict[str, tuple[str, Items]] = {}
-        for (phase, moment), items in moments.items():
+        for (phase, moment), items in _moments(self.table).items():
             if phase not in phases or sum(items.values()) > sum(phases[phase][1].values()):
                 phases[phase] = moment, items
         return phases
@@ -398,6 +430,14 @@ class Plan:
         needed = max(map(self.size, phases or self.phases)) - (most or self.gpu_bytes or math.inf)
         sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
         return max(needed, sequence - self.kv_cache if self.gpu_bytes else 0)
+
+
+def _moments(rows: list[Row]) -> dict[tuple[str, str], Items]:
+    """(phase, moment) -> what holds memory then."""
+    moments: dict[tuple[str, str], Items] = {}
+    for row in rows:
+        moments.setdefault((row.phase, row.moment), {})[row.item] = row.size
+    return moments
 
 
 def _rows(phase: str, moment: str, *parts: Items) -> list[Row]:

@@ -148,7 +148,9 @@ def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float |
     if gpu_bytes is None and torch.cuda.is_available():
         free_bytes, gpu_bytes = torch.cuda.mem_get_info()
         held = gpu_bytes - free_bytes - OWN_CONTEXT
-        others = max(0, *gather(held, ranks.job))  # the largest: all ranks refuse, or none
+        # The smallest GPU, and what others hold at most: all ranks have one plan.
+        gpu_bytes = min(gather(gpu_bytes, ranks.job))
+        others = max(0, *gather(held, ranks.job))
     plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
     return Memory(replace(plan, trains=trains, others=others), ranks)
 
@@ -162,7 +164,7 @@ def set_up(job: Job) -> Run:
     memory = job.memory
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     head_options = build_head(cfg, inputs, device)
-    model, sampler = build(cfg, inputs, ranks, device, signals.pending)
+    model, sampler = build(cfg, inputs, ranks, device, signals.pending, keeps_gathered=memory.plan.keeps_gathered)
     ranks.print_rank0(head_options.describe(model.config.vocab_size))
     expand_segments()  # vLLM has made its memory pools, and sleeps
     weights = memory.plan.states().get("weights", 0)
@@ -312,11 +314,17 @@ def compiles(option: bool | None, device_type: str) -> bool:
 
 
 def build(
-    cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, stop: Callable[[], bool] = lambda: False
+    cfg: Config,
+    inputs: RunInputs,
+    ranks: Ranks,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+    *,
+    keeps_gathered: bool = False,
 ) -> tuple[Decoder, Sampler | Generators]:
     """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
     sampler and engine. stop: as in `build_sampler`. A collective of all ranks that train."""
-    model = build_policy(cfg, inputs, ranks, device)
+    model = build_policy(cfg, inputs, ranks, device, keeps_gathered)
     if ranks.bridge:
         return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
     sampler = build_sampler(cfg, inputs, ranks, device, stop)
@@ -324,8 +332,11 @@ def build(
     return model, sampler
 
 
-def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Decoder:
-    """The sharded policy with float32 master weights. A collective of all ranks that train."""
+def build_policy(
+    cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.device, keeps_gathered: bool = False
+) -> Decoder:
+    """The sharded policy with float32 master weights. keeps_gathered: of the memory plan. A collective of all ranks
+    that train."""
     policy = cfg.policy
     if policy.deterministic_attention:  # before the first matmul: Decoder.backward has torch refuse it otherwise
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -346,6 +357,7 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
             seed=cfg.grpo.seed,
             recompute=policy.dtensor_cfg.activation_checkpointing,
             defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
+            keeps_gathered=keeps_gathered,
             deterministic=policy.deterministic_attention,
         )
     if compiled:
@@ -354,12 +366,14 @@ def build_policy(cfg: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
     shards = " x ".join(map(str, mesh.shape))
+    kept = ", weights stay gathered" if keeps_gathered else ""
     attention = choose_attention(device, getattr(torch, policy.precision))
     kind = "compiled" if compiled else "eager"
     if not is_native:
         kind = "transformers'"
     ranks.print_rank0(
-        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks; "
+        f"policy: {size / 1e6:,.1f} M parameters{trained}, {policy.precision}, FSDP2 over {shards} ranks"
+        f"{kept}; "
         f"attention: {attention}; "
         f"{kind} blocks; packs of {policy.pack_tokens(device.type):,} tokens"
     )

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
-from loop import CPU, head_of, make_run, train, train_once, weights
+from loop import CPU, RecordingEngine, head_of, make_run, train, train_once, weights
 from samples import of_version
 from tiny import VOCAB_SIZE
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import config
 import grpo
+from attention import PackLayout
 from head import response_logps
 from model import Reference, load_policy
 from pack import make_minibatches
@@ -117,6 +120,63 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, 
         assert metrics["probs_ratio_max"] > 1.2 and metrics["ratio_clip_high_fraction"] > 0  # clipping took part
     assert metrics["num_optimizer_steps"] == 4 and metrics["global_valid_seqs"] == 20
     assert metrics["global_valid_toks"] == sum(int(s.mask.sum()) for s in samples)
+
+
+class WakesWithNothingGathered(RecordingEngine):
+    """An engine whose `wake` finds how many of the model's units are gathered then."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+        self.found = []
+
+    def wake(self, part):
+        super().wake(part)
+        self.found.append(num_gathered(self.units))
+
+
+def num_gathered(units):
+    return sum(not unit._get_fsdp_state()._fsdp_param_group.is_sharded for unit in units)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_weights_that_stay_gathered_change_no_bit(step, one_rank, tiny, monkeypatch, precision):
+    """Two steps of two optimizer steps, each of several packs, with old and reference logps. Scoring gathers each unit
+    once for both models that score, training once an optimizer step; the engine wakes beside nothing gathered."""
+    samples, adv_B = step
+    ranks, device, mesh = one_rank
+    gathers = []
+    gather = FSDPParamGroup._to_unsharded
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", lambda group: gathers.append(group) or gather(group))
+    packing = config.SequencePackingConfig(train_mb_tokens=100)
+    cfg = settings(
+        policy={"train_global_batch_size": 10, "sequence_packing": packing},
+        loss_fn={"reference_policy_kl_penalty": 0.1},
+    )
+    found = []
+    for keeps in (False, True):
+        policy = load_policy(tiny[0], device=device, mesh=mesh, precision=precision, keeps_gathered=keeps)
+        assert policy.defers_sync
+        policy.defers_sync = keeps
+        units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.2)
+        run = make_run(policy, cfg, ranks, optimizer=optimizer, reference=Reference(policy))
+        run.engine = WakesWithNothingGathered(units)
+        gathers.clear()
+        for number in (1, 2):
+            run.num_steps = number
+            train(run, [of_version(sample, number - 1) for sample in samples], adv_B)
+        assert run.engine.found == [0] * 4
+        found.append(weights(policy))
+        if keeps:
+            assert len(gathers) == 2 * (2 + 2) * len(units)
+        with torch.no_grad():
+            ids = torch.arange(9)
+            layout = PackLayout.of(np.array([0, 9]), None, 9, device)
+            response_logps(policy, (ids, ids, layout, ids), ids, head_of(cfg))
+        assert num_gathered(units) == 0
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+    assert any((weight - tiny[1].state_dict()[name]).abs().max() > 1e-4 for name, weight in found[0].items())
 
 
 def test_loss_and_counts_are_means_over_optimizer_steps(policy, step, ranks):

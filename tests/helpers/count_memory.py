@@ -124,13 +124,13 @@ def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
     return micro, Minibatch([micro], NUM_TOKENS, **counts, version=0)
 
 
-def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> dict[str, int]:
+def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: bool, padded=False) -> dict[str, int]:
     """Bytes of this rank on the GPU: weights, moments and gradients, and the most at once while a step scores, trains
     two packs and sends the weights. It is the second step, which finds the moments."""
     policy, device = cfg.policy, "meta"
     micro, minibatch = make_micro(model_config.vocab_size, device)
     with torch.device("meta"):
-        model = Decoder(model_config)
+        model = Decoder(model_config, keeps_gathered=keeps_gathered)
         if policy.dtensor_cfg.lora_cfg.enabled:
             add_adapters(model, policy.dtensor_cfg.lora_cfg, getattr(torch, policy.precision))
     offloads = policy.dtensor_cfg.cpu_offload
@@ -142,7 +142,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
     head_options = HeadOptions(backend=KernelBackend("triton"), path=LossPath("one pass"))
-    model.defers_sync = policy.dtensor_cfg.defer_fsdp_grad_sync
+    model.defers_sync |= policy.dtensor_cfg.defer_fsdp_grad_sync
     optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
 
     def size(tensors):
@@ -156,8 +156,9 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, padded=False) -> di
 
         for num_packs in (1, 2):  # of the first step, which makes the moments, a pack is enough
             live.largest = 0
-            with torch.no_grad():
-                response_logps(model, micro.model_inputs, micro.target_R, head_options)
+            with torch.no_grad(), model.gathered_once():
+                for _ in range(2):
+                    response_logps(model, micro.model_inputs, micro.target_R, head_options)
             count("score")
             minibatch.micros = [replace(micro) for _ in range(num_packs)]
             grpo.compute_gradients(model, head_options, minibatch, cfg)
@@ -260,20 +261,20 @@ CASES = {  # name -> (family and whether tied, keys of run_config)
 }
 
 
-def differences(name: str, mesh, vocab=4096, **offload) -> dict[str, tuple[float, int]]:
+def differences(name: str, mesh, vocab=4096, gpu_bytes=None, **offload) -> dict[str, tuple[float, int]]:
     """(planned, counted) of what the plan has wrong by more than 2%, in a case of CASES with these keys of PolicyConfig
-    or DTensorConfig."""
+    or DTensorConfig. With gpu_bytes, on a GPU of so many."""
     model, keys = CASES[name]
     model, cfg = model_config(*model), run_config(**keys, compile=False)
     replicas = mesh.size(0) if mesh.ndim > 1 else 1
     own = {key: offload.pop(key) for key in ("cpu_offload", "defer_fsdp_grad_sync") if key in offload}
     dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, **own)
     cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor, **offload))
-    plan = Plan(cfg, model, vocab, mesh.size())
+    plan = Plan(cfg, model, vocab, mesh.size(), gpu_bytes)
     states = plan.states(gradients=True)
     planned = {item: states.get(item, 0) for item in plan.shards}
     planned |= {phase: plan.size(phase) - CONTEXT for phase in ("train", "score", "sync")}
     planned["sync"] -= plan.woken
     with meta_gpu():
-        counted = count_step(model, cfg, mesh, padded=vocab % 64 > 0)
+        counted = count_step(model, cfg, mesh, plan.keeps_gathered, padded=vocab % 64 > 0)
     return {item: (planned[item], size) for item, size in counted.items() if abs(planned[item] - size) > 0.02 * size}

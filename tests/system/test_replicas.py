@@ -165,11 +165,11 @@ def step_collectives(folders, mesh):
     """[family, blocks, micro-batches, group -> collective -> [number, bytes]] of a step."""
     found = []
     samples, adv_B = make_samples(VOCAB)
-    for family, max_tokens, defers_sync in [("qwen3", 10_000, False), ("three blocks", 60, False), ("qwen2", 60, True)]:
+    for family, max_tokens, is_once in [("qwen3", 10_000, False), ("three blocks", 60, False), ("qwen2", 60, True)]:
         micros = []
         make = grpo.make_minibatches
         recording = mock.patch.object(grpo, "make_minibatches", lambda *a: micros.append(make(*a)) or micros[-1])  # noqa: B023
-        model = policy_of(folders / family, mesh, defers_sync=defers_sync)
+        model = policy_of(folders / family, mesh, defers_sync=is_once, keeps_gathered=is_once)
         optimizer = build_optimizer(model, ADAMW)
         run = make_run(model, packs_of(max_tokens), place(mesh), optimizer=optimizer, vocab=None)
         with recording, Collectives() as collectives:
@@ -182,7 +182,7 @@ def step_collectives(folders, mesh):
             sizes[key] += num_bytes
         found.append(
             {
-                "case": [family, defers_sync],
+                "case": [family, is_once],
                 "gathered": sum(not unit._get_fsdp_state()._fsdp_param_group.is_sharded for unit in units_of(model)),
                 "blocks": len(model.model.layers),
                 "micro_batches": len(micros[0][0].micros),
@@ -315,7 +315,7 @@ def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
     assert [case["micro_batches"] for case in cases] == [1, 2, 2] and not any(c["gathered"] for c in cases)
     assert all([c["numbers"] for c in rank["collectives"]] == [c["numbers"] for c in cases] for rank in four_ranks)
     for case in cases:
-        blocks, packs, (family, defers_sync) = case["blocks"], case["micro_batches"], case["case"]
+        blocks, packs, (family, is_once) = case["blocks"], case["micro_batches"], case["case"]
         units = blocks + (1 if family == "qwen2" else 3)
         numbers = {
             "shard _allgather_base_": packs * (units + blocks),
@@ -323,8 +323,8 @@ def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
             "shard all_reduce": 1,  # the norm
             "shard all_gather_into_tensor": blocks + 2,  # the weight sync
         }
-        if defers_sync:  # the second pack gathers the blocks for its backward alone
-            numbers["shard _allgather_base_"] = units + blocks + blocks
+        if is_once:  # for both packs
+            numbers["shard _allgather_base_"] = units
             numbers["shard _reduce_scatter_base_"] = units
         samples_and_metrics = {"world allreduce_": 2, "world allgather_": 4}
         assert case["numbers"] == numbers | samples_and_metrics | {"replicate allreduce_": units + 1}
