@@ -50,11 +50,7 @@ ALGORITHMS = {
         "policy.ppo_epochs=2",
     ],
     "off-policy mask": ["loss_fn.off_policy_mask_threshold=0.05", "policy.ppo_epochs=2"],
-    "KL, r k3": [
-        "loss_fn.reference_policy_kl_penalty=0.01",
-        "loss_fn.kl_gradient=policy_ratio",
-        "policy.ppo_epochs=2",
-    ],
+    "KL, r k3": ["loss_fn.reference_policy_kl_penalty=0.01", "loss_fn.kl_gradient=policy_ratio", "policy.ppo_epochs=2"],
     "rejected tokens": [
         "loss_fn.token_rejection_ratio_min=0.9",
         "loss_fn.token_rejection_ratio_max=1.1",
