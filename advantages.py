@@ -115,11 +115,13 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
 
 def _rows_of_turns(sample: Sample) -> list[tuple[int, int, float, int, int]]:
     """For each turn (prompt, number of the turn, its reward, its trained tokens, those of the sample)."""
+    num_tokens = {}
+    for sequence in sample.sequences:
+        num_tokens |= zip(sequence.turns, sequence.turn_tokens, strict=True)
     rows = []
-    for turn, (reward, num_tokens) in enumerate(zip(sample.grade.turn_rewards, sample.turn_tokens, strict=True)):
-        if sample.num_loss_tokens == 0:
-            num_tokens = 0
-        rows.append((sample.prompt, turn, reward, num_tokens, sample.num_loss_tokens))
+    for turn, reward in enumerate(sample.grade.turn_rewards):
+        num_trained = num_tokens[turn] if sample.num_loss_tokens > 0 else 0
+        rows.append((sample.prompt, turn, reward, num_trained, sample.num_loss_tokens))
     return rows
 
 

@@ -137,6 +137,8 @@ def make_minibatches(
         for sequence in sample.sequences:
             sequence.advantage = adv
             sequence.number = number % size
+            if isinstance(adv, list):
+                sequence.advantage = [adv[turn] for turn in sequence.turns]
     minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
         trained = [sample for sample in samples[first : first + size] if sample.num_loss_tokens]
@@ -146,7 +148,7 @@ def make_minibatches(
     for shares in minibatch_shares:
         for rank, share in enumerate(shares):
             needed[rank] += [sequence for part in share for sequence in part]
-    needed[0] += samples[: cfg.logger.num_samples_to_log]
+    needed[0] += [row for sample in samples[: cfg.logger.num_samples_to_log] for row in sample.sequences]
     move_tokens(needed)
     minibatches = []
     for shares in minibatch_shares:
@@ -435,7 +437,7 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
     response_start = placed.response.start if placed.response else prompt_end
     repeats = len(sampled)  # one advantage for all sampled ids
     if isinstance(sample.advantage, list):
-        repeats = sample.turn_tokens  # one for each turn
+        repeats = sample.turn_tokens  # one for each reply
     return {
         # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
         "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,

@@ -80,12 +80,13 @@ class Sample:
     output id, the training step that left the weights it was drawn from (an observation: of its reply). advantage: of
     all its tokens, or of each turn (advantages.py). number: in its minibatch. is_filtered: it is not trained on,
     whatever its mask says; if it was graded, its reward stays in the baseline of its group. expected: the row's answer.
-    turn_tokens: number of trained ids of each turn. messages: the conversation, kept after grading for a reward model
-    alone. engine: which one drew the sample.
+    turns: for each reply in output_ids the number of its turn; turn_tokens: its number of trained ids. messages: the
+    conversation, kept after grading for a reward model alone. engine: which one drew the sample.
 
     forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
     of the sample, and count in num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got
-    num_calls replies.
+    num_calls replies; each is a turn. calls: what it asked for each reply of this sequence, as JSON, on the holder
+    alone (support/agents/calls.py).
 
     holder: the only rank that has the tokens; None: all have them. support/system/exchange.py moves them. All ranks
     have the numbers of tokens, which `count_tokens` sets.
@@ -112,6 +113,7 @@ class Sample:
     dataset: str = ""
     num_env_tokens: int = 0
     num_turns: int = 1
+    turns: list[int] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     messages: list[dict] = field(default_factory=list)
     engine: int = 0
@@ -122,6 +124,7 @@ class Sample:
     forks: list["Sample"] = field(default_factory=list)
     is_led: bool = False
     num_calls: int = 0
+    calls: list[dict] = field(default_factory=list)
     holder: int | None = None
 
     def __post_init__(self) -> None:

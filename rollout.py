@@ -87,6 +87,7 @@ class Conversation:
         ids_before = sample.token_ids
         self.reply_ids = completion.ids.tolist()
         sample.add_reply(completion, self.is_trained)
+        sample.turns.append(sample.num_turns)
         sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
@@ -110,7 +111,8 @@ class Conversation:
         sample, grade = self.sample, self.sample.grade
         sample.num_turns += 1
         grade.reward += result.reward
-        grade.turn_rewards.append(result.reward)
+        if not sample.is_led:  # an agent's turns have their rewards
+            grade.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
             grade.rewards[name] = grade.rewards.get(name, 0) + reward
         grade.outcome = result.outcome

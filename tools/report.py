@@ -43,7 +43,7 @@ LIVE_SECONDS = 5.0
 METRICS_PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
 FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward advantage
-num_gen_tokens weight_version line""".split()
+num_gen_tokens weight_version line calls""".split()
 CHARTS = """train/reward train/accuracy train/loss train/grad_norm train/entropy train/logp_gap_mean
 train/mean_gen_tokens_per_sample train/truncation_rate train/ratio_clip_low_fraction+train/ratio_clip_high_fraction
 train/outcome/wrong+train/outcome/parse_fail+train/outcome/timeout+train/outcome/error train/zero_variance_fraction
@@ -127,7 +127,10 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
     bad_lines: list[int] = []
     try:
         for _, record in read_records(file, bad_lines):
+            conversation = conversation_of(record.pop("rows", None))
             record = {name: for_json(value) for name, value in record.items()}
+            if conversation:
+                record["calls"] = conversation
             if step is not None:
                 record.setdefault("step", step)
             if "step" in record:
@@ -218,6 +221,40 @@ def read_samples(file: Path, notes: list[str], limit: int, step: int | None = No
     return samples, f"{len(samples):,} of {total:,} samples"
 
 
+def conversation_of(rows: Any) -> str:
+    """What an agent asked in a rollout and what it got, call by call, as a text. Whatever is not as log.py writes it is
+    left out."""
+    lines = []
+    for number, row in enumerate(entries_of(rows, list), 1):
+        lines.append(f"--- sequence {number} of {len(rows)}")
+        for call in entries_of(row, dict):
+            lines += [message_text(message) for message in entries_of(call.get("messages"), dict)]
+            ids = call.get("ids")
+            num_ids = len(ids) if isinstance(ids, list) else 0
+            trained = "trained" if call.get("is_trained") else "not trained"
+            numbers = f"reward {call.get('reward')}, advantage {call.get('advantage')}"
+            lines.append(f"--- call {call.get('number')}: {num_ids} ids, {trained}, {numbers}")
+            lines.append(message_text(call.get("reply")))
+    return "\n".join(lines)
+
+
+def entries_of(value: Any, kind: type) -> list:
+    if not isinstance(value, list):
+        return []
+    return [entry for entry in value if isinstance(entry, kind)]
+
+
+def message_text(message: Any) -> str:
+    if not isinstance(message, dict):
+        return ""
+    text = f"{message.get('role')}: {message.get('content') or ''}"
+    if message.get("reasoning_content"):
+        text += f"\n(thought: {message['reasoning_content']})"
+    for call in entries_of(message.get("tool_calls"), dict):
+        text += f"\n-> {json.dumps(call.get('function'), ensure_ascii=False)}"
+    return text
+
+
 def extremes(group: list[dict]) -> list[dict]:
     """The first and the last, and the first of those with the lowest and the highest reward; each once, in order."""
     rewards = [number_or_0(sample.get("reward")) for sample in group]
@@ -275,7 +312,7 @@ def as_page(runs: list[dict], live_seconds: float) -> str:
     lengths = []
     for run in runs:
         for sample in run["samples"]:
-            lengths += [len(str(sample.get("prompt"))), len(str(sample.get("reply")))]
+            lengths += [len(str(sample.get(name))) for name in ("prompt", "reply", "calls")]
     page = ""
     for limit in (100_000, 30_000, 10_000, 3_000, 1_000, 300):
         if sum(min(length, limit) for length in lengths) > MAX_TEXT:
@@ -316,7 +353,7 @@ def for_page(sample: dict, limit: int) -> dict:
     for name in FIELDS:
         value = sample.get(name)
         record[name] = value if is_number(value) else str(value or "")
-    for name in ("prompt", "reply"):
+    for name in ("prompt", "reply", "calls"):
         record[name] = cut_in_the_middle(str(record[name]), limit)
     record["tokens"] = sample.get("tokens", [])[:limit]
     return record

@@ -4,7 +4,7 @@ A sampled id is never encoded again. The prompt of a call that goes on from one 
 what the chat template writes after them. Knows no HTTP and no engine.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class Options(Protocol):
 class Call:
     """A prompt and, once it has ended, the engine's completion. parent: the call whose reply the prompt goes on from.
     ask: number of the request. links: digests of its tools and messages. seed: of what was asked and how often, never
-    of when. reply_links: of the forms in which an agent may send the reply back."""
+    of when. reply: the message that the agent got; reply_links: of the forms in which it may send it back."""
 
     parent: "Call | None"
     ask: int
@@ -46,6 +46,7 @@ class Call:
     prompt_ids: list[int]
     seed: int
     completion: Completion | None = None
+    reply: dict = field(default_factory=dict)
     reply_links: set[bytes] = field(default_factory=set)
 
     @property
@@ -58,6 +59,7 @@ class Call:
 
     def add_reply(self, message: dict, contents: Iterable[str]) -> None:
         """From now on a call can go on from the reply. contents: the texts that the message may come back with."""
+        self.reply = message
         if self.request.train is False:
             return
         for content in contents:
@@ -135,12 +137,17 @@ class Rollout:
         """The client never had the replies to this request: if it asks again, it gets the same ones."""
         self.calls = [call for call in self.calls if call.ask != number]
 
+    @property
+    def turns(self) -> dict[Call, int]:
+        """The calls that are trained, with their numbers in the order of the requests."""
+        trained = [call for call in self.calls if call.is_trained]
+        return {call: number for number, call in enumerate(trained)}
+
     def rows(self) -> list[list[Call]]:
         """Each reply in one row: the first call that goes on from another lengthens its row, any other starts one. The
         row with most sampled ids comes first. Prompts and seeds give the order, never the time of a call."""
-        trained = [call for call in self.calls if call.is_trained]
         rows: dict[Call | None, list[Call]] = {}  # by the last call
-        for call in sorted(trained, key=lambda call: (len(call.prompt_ids), call.seed)):
+        for call in sorted(self.turns, key=lambda call: (len(call.prompt_ids), call.seed)):
             row = rows.pop(call.parent, [])
             rows[call] = [*row, call]
         return sorted(rows.values(), key=num_sampled_ids, reverse=True)
@@ -150,10 +157,19 @@ def num_sampled_ids(row: Sequence[Call]) -> int:
     return sum(len(call.completion.ids) for call in row)
 
 
-def fill(sample: Sample, row: Sequence[Call], is_trained: bool) -> None:
-    """Gives the sample the tokens of a row: its replies, and what was between them."""
+def fill(sample: Sample, row: Sequence[Call], turns: Mapping[Call, int], is_trained: bool) -> None:
+    """Gives the sample the tokens of a row: its replies, whose turns have these numbers, and what was between them."""
     sample.prompt_ids = row[0].prompt_ids
+    num_known = 0  # messages
     for call in row:
         assert call.prompt_ids[: sample.num_tokens] == sample.token_ids, "it goes on from the ids before"
         sample.add_context(call.prompt_ids[sample.num_tokens :])
+        start = sample.num_output_tokens
         sample.add_reply(call.completion, is_trained)
+        sample.turns.append(turns[call])
+        sample.turn_tokens.append(len(call.completion.ids) if is_trained else 0)
+        asked = {"messages": call.request.messages[num_known:], "reply": call.reply}
+        if num_known == 0 and call.request.tools:
+            asked["tools"] = [tool["function"]["name"] for tool in call.request.tools]
+        sample.calls.append(asked | {"start": start, "end": sample.num_output_tokens})
+        num_known = len(call.request.messages) + 1  # with the reply

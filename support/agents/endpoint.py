@@ -87,23 +87,29 @@ class Endpoint:
         if it has asked."""
         rollout = self.close(key)
         rows = rollout.rows()
+        turns = rollout.turns
         message = result.state.get("message", "")
+        rewards = result.state.get("call_rewards", [])
         if not rows:  # the policy is not the reason
             result = StepResult(0.0, "error")
             message = message or "the agent never called the endpoint"
             sample.weight_version = sample.newest_version = self.engine.weight_version
         elif result.state.get("crashed"):
             result = replace(result, outcome="crashed")
-        sample.forks = [replace(sample, forks=[]) for _ in rows[1:]]
+        elif rewards and len(rewards) != len(turns):
+            result = StepResult(0.0, "crashed")
+            message = f"the agent returned {len(rewards)} call_rewards for {len(turns)} replies"
+            rewards = []
+        sample.grade.turn_rewards = rewards or [result.reward] * len(turns)
+        sample.forks = [replace(sample, forks=[], turns=[], turn_tokens=[], calls=[]) for _ in rows[1:]]
         for row, sequence in zip(rows, (sample, *sample.forks), strict=False):
-            fill(sequence, row, is_trained)
+            fill(sequence, row, turns, is_trained)
         sample.count_tokens()
         was_cut = rollout.was_refused_for_room
         if rows and rows[0][-1].completion.finish_reason == "length":
             was_cut = True
         sample.finish_reason = "length" if was_cut else "stop"
         sample.num_calls = sum(len(row) for row in rows)
-        sample.turn_tokens = [sample.num_trained_tokens]
         sample.grade.message = " ".join(message.split())  # one line
         return result
 

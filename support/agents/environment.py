@@ -1,6 +1,7 @@
 """Agents as environments: a job of a worker leads a conversation from its start to its reward (worker.py)."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -63,7 +64,7 @@ class Agent(PoolEnvironment):
         return given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
-        """state: what went wrong, and whether the agent crashed, which the policy may have caused."""
+        """state: call_rewards; or what went wrong, and whether the agent crashed, which the policy may have caused."""
         if graded.outcome == "timeout":
             return StepResult(0.0, "timeout", state={"message": graded.message})
         if graded.outcome == "error":
@@ -73,18 +74,29 @@ class Agent(PoolEnvironment):
         given = graded.value if isinstance(graded.value, dict) else {"reward": graded.value}
         try:
             [result] = read_results(self.cfg.name, [_result(**given)], [turn])
-        except (ConfigError, TypeError):
-            form = f"a number, null or {{reward, outcome, rewards, extracted}}; outcomes: {', '.join(OUTCOMES)}"
+            call_rewards = result.state["call_rewards"]
+            are_finite = all(map(math.isfinite, call_rewards))
+        except (ConfigError, TypeError, OverflowError):
+            form = "a number, null or {reward, outcome, rewards, extracted, call_rewards}"
+            form = f"{form}; outcomes: {', '.join(OUTCOMES)}"
             message = f"the agent returned {shortened(graded.value)}, expected {form}"
             return StepResult(0.0, "error", state={"message": message, "crashed": True})
-        if result.outcome == "error" and given.get("outcome") != "error":
-            return replace(result, state={"message": "the reward is not finite"})
-        return replace(result, state={})
+        if not are_finite or (result.outcome == "error" and given.get("outcome") != "error"):
+            no_parts = dict.fromkeys(result.rewards, 0.0)
+            return StepResult(0.0, "error", rewards=no_parts, state={"message": "a reward is not finite"})
+        return replace(result, state={"call_rewards": [float(reward) for reward in call_rewards]})
 
 
 def _result(
-    reward: float, outcome: str | None = None, rewards: dict[str, float] | None = None, extracted: Json = None
+    reward: float,
+    outcome: str | None = None,
+    rewards: dict[str, float] | None = None,
+    extracted: Json = None,
+    call_rewards: list[float] | None = None,
 ) -> StepResult:
     """Without an outcome a reward above 0 is `ok`."""
+    if outcome is None:
+        outcome = "ok" if reward > 0 else "wrong"
     text = None if extracted is None else str(extracted)
-    return StepResult(reward, outcome or ("ok" if reward > 0 else "wrong"), rewards=rewards or {}, extracted=text)
+    state = {"call_rewards": call_rewards or []}
+    return StepResult(reward, outcome, rewards=rewards or {}, extracted=text, state=state)

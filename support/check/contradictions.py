@@ -424,7 +424,7 @@ RULES = [
         why="no reward is trained",
     ),
     Rule(
-        when=[equal("grpo.max_rollout_turns", 1)],
+        when=[equal("grpo.max_rollout_turns", 1), equal("env.agents", ())],
         unread=["grpo.turn_level_advantages"],
         why="a conversation has one turn",
     ),

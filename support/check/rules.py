@@ -268,7 +268,5 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
             yield f"env.custom.{agent.name}: a command's arguments belong in {place}.command"
         elif agent.isolation == "required" and not agent.command:
             yield f"{place}.isolation=required: only a command can be isolated; set it to none"
-    if agents and cfg.grpo.turn_level_advantages:
-        yield "grpo.turn_level_advantages=true: an agent gives one reward for all its calls; set it to false"
     if agents and cfg.policy.tokenizer.chat_template is None:
         yield "policy.tokenizer.chat_template=null: an agent's messages need a chat template; set it to default"

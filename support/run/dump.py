@@ -32,7 +32,7 @@ from support.system.ranks import gather, on_rank0
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
 TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
-NOT_RECORDED = (*COLUMNS, "messages", "holder", "engine", "forks", "grade", "is_filtered", "number")
+NOT_RECORDED = (*COLUMNS, "messages", "calls", "holder", "engine", "forks", "grade", "is_filtered", "number")
 RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
 RECORDED_OF_GRADE = [field.name for field in fields(Grade)]
 

@@ -269,7 +269,29 @@ def _record_of(sample: Sample, tokenizer: Tokenizer) -> dict:
     record["expected"] = sample.expected[:MAX_EXPECTED]
     if sample.grade.message:  # of an agent that failed
         record["message"] = sample.grade.message
+    if sample.is_led:
+        record["rows"] = [_calls_of(row, sample.is_filtered) for row in sample.sequences]
     return record
+
+
+def _calls_of(row: Sample, is_filtered: bool) -> list[dict]:
+    """The calls of a sequence that an agent led, in their order: number of the call in its rollout, messages that the
+    agent added, reply, ids of the reply as they were drawn, whether they are trained, reward and advantage."""
+    advantages = row.advantage
+    if not isinstance(advantages, list):
+        advantages = [advantages] * len(row.calls)
+    calls = []
+    for call, number, advantage in zip(row.calls, row.turns, advantages, strict=True):
+        place = slice(call["start"], call["end"])
+        record = {"number": number, "messages": call["messages"], "reply": call["reply"]}
+        if "tools" in call:
+            record["tools"] = call["tools"]
+        record["ids"] = row.output_ids[place].tolist()
+        record["is_trained"] = bool(row.mask[place].all()) and not is_filtered
+        record["reward"] = row.grade.turn_rewards[number]
+        record["advantage"] = advantage
+        calls.append(record)
+    return calls
 
 
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from support.run import dump
 from support.run.speed import performance_metrics
 from support.run.start import Run
 from support.system.disk import describe_os_error
+from support.system.exchange import move_calls
 from support.system.exits import Interrupted, Saved, StopRun
 from support.system.progress import Progress
 from support.system.ranks import any_rank
@@ -75,6 +76,7 @@ def _log_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], seco
         working_seconds["generation"] = seconds["total_step_time"]  # generators work while the trainers do
     performance = performance_metrics(run.metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
     performance |= run.memory.metrics(run.timer.peaks)
+    move_calls(samples.trained[: run.cfg.logger.num_samples_to_log])
     if run.log:
         run.log.step(run.state.step, run.metrics, seconds, performance)
         run.log.samples(run.state.step, "train", samples.trained, run.inputs.tokenizer)

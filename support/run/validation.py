@@ -19,7 +19,7 @@ from support.run import checkpoint
 from support.run.log import RunLog, shown
 from support.run.start import Job, Run, build, hash_of_base
 from support.system.disk import write_whole
-from support.system.exchange import move_tokens
+from support.system.exchange import move_calls, move_tokens
 from support.system.progress import Progress
 
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
@@ -128,7 +128,9 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
         for mode, (num_samples, options) in modes(cfg).items():
             with Progress(f"validation, {name}, {mode}: {len(problems) * num_samples:,} answers"):
                 samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
-            move_tokens([samples[:num_logged]])
+            logged = samples[:num_logged]
+            move_tokens([[row for sample in logged for row in sample.sequences]])
+            move_calls(logged)
             yield name, mode, samples
 
 

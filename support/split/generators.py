@@ -19,7 +19,7 @@ from rollout import Prompts, Sampler
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
 from support.split.bridge import Bridge, Shapes
-from support.system.exchange import move_tokens
+from support.system.exchange import move_calls, move_tokens
 from support.system.exits import Interrupted, Saved, StopRun
 from support.system.ranks import any_rank, gather
 from support.system.watchdog import Watchdog
@@ -156,6 +156,7 @@ def with_tokens(samples: list[Sample]) -> list[Sample]:
     """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
     rows = [row for sample in samples for row in sample.sequences]
     move_tokens([rows])
+    move_calls(samples)
     for row in rows:
         row.holder = None
     return samples

@@ -51,9 +51,9 @@ def _without_tokens(sample: Sample, part_names: Sequence[str]) -> Sample:
     grade = sample.grade
     grade.rewards = {name: grade.rewards[name] for name in part_names if name in grade.rewards}
     no_tokens = {name: np.zeros(0, TOKEN[name]) for name in TOKEN.names}
-    forks = [replace(fork, **no_tokens) for fork in sample.forks]
+    forks = [replace(fork, **no_tokens, calls=[]) for fork in sample.forks]
     prompt_ids = sample.prompt_ids if sample.is_led else []
-    return replace(sample, **no_tokens, forks=forks, prompt_ids=prompt_ids, messages=[])
+    return replace(sample, **no_tokens, forks=forks, prompt_ids=prompt_ids, messages=[], calls=[])
 
 
 def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
@@ -84,6 +84,17 @@ def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
         for name in TOKEN.names:
             setattr(sample, name, tokens[name].copy())
         start = end
+
+
+def move_calls(samples: Sequence[Sample]) -> None:
+    """Gives all ranks what agents asked in these samples, in place. A collective if an agent led one of them."""
+    rows = [row for sample in samples if sample.is_led for row in sample.sequences]
+    if not rows:
+        return
+    held = {number: row.calls for number, row in enumerate(rows) if row.holder == dist.get_rank()}
+    for part in gather(held):
+        for number, calls in part.items():
+            rows[number].calls = calls
 
 
 def _each_once(samples: Sequence[Sample]) -> list[Sample]:

@@ -39,7 +39,7 @@ def samples_of(rollouts):
     for number, rollout in enumerate(rollouts):
         for i, row in enumerate(rollout.rows()):
             samples.append(Sample(number, i, 0, [], advantage=1.0, grade=Grade(1.0)))
-            fill(samples[-1], row, True)
+            fill(samples[-1], row, rollout.turns, True)
     return samples
 
 

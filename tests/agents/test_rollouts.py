@@ -1,5 +1,6 @@
 """Rollouts that agents lead, over vLLM: what becomes of them in samples, in a step and when they fail."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from agent_case import TEMPERATURE, endpoint_of, sample
 from dist_case import settings
 from loop import train_once
 
-from config import AgentConfig, ConfigError
+from config import AgentConfig, ConfigError, LoggerConfig
 from support.agents.environment import Agent
+from support.run.log import RunLog
 from support.system.exits import StopRun
 
 pytestmark = pytest.mark.slow
@@ -44,7 +46,11 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     for s in samples:
         assert s.is_led and s.grade.message == "" and s.weight_version == 3 and s.num_turns == 1
         assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_trained_tokens > 0
-        assert s.turn_tokens == [s.num_trained_tokens] and s.grade.turn_rewards == [s.grade.reward]
+        turns = {}
+        for row in (s, *s.forks):
+            turns |= zip(row.turns, row.turn_tokens, strict=True)
+        assert sorted(turns) == list(range(s.num_calls)) and sum(turns.values()) == s.num_trained_tokens
+        assert s.grade.turn_rewards == [s.grade.reward] * s.num_calls
     assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
     for s in samples[2:4]:
         assert (s.grade.reward, s.grade.outcome, s.grade.rewards) == (
@@ -185,29 +191,74 @@ def test_a_thousand_calls_at_once(case):
     assert not case.endpoint.running and not case.endpoint.server.futures
 
 
-def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case):
-    """Advantage, loss over tokens and gradient by a loop over rollouts, with transformers."""
-    fork = agent("fork", function="forking_agent:scored_by_length")
+@pytest.mark.parametrize("function", ["scored_by_length", "scored_by_call"])
+def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case, function):
+    """Advantage, loss over tokens and gradient by a loop over rollouts, with transformers. A call that has a reward of
+    its own has the advantage of its number, among the group's other rollouts that came so far."""
+    fork = agent("fork", function=f"forking_agent:{function}")
     samples = sample(case, [fork], [("fork", "1+1"), ("fork", "2+2")], num_samples=6)
     assert {len(s.forks) for s in samples} >= {0, 1, 2}
     num_tokens = sum(row.mask.sum() for s in samples for row in (s, *s.forks))
-    grpo = {"normalize_rewards": False}
+    by_turn = function == "scored_by_call"
+    grpo = {"normalize_rewards": False, "turn_level_advantages": by_turn}
     metrics, ours = train_once(case.policy, samples, None, settings(grpo=grpo), case.ranks, step=3)
     assert metrics["global_valid_toks"] == num_tokens
     case.oracle.zero_grad()
     for s in samples:
-        others = [o.grade.reward for o in samples if o.prompt == s.prompt and o is not s]
-        advantage = s.grade.reward - sum(others) / len(others)
+        peers = [o for o in samples if o.prompt == s.prompt and o is not s]
         for row in (s, *s.forks):
             ids = torch.tensor([*row.prompt_ids, *row.output_ids.tolist()])
             logits_TV = case.oracle(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, : case.tokenizer.vocab_size]
             logp_TV = (logits_TV / TEMPERATURE).log_softmax(-1)
             logp_T = logp_TV.gather(1, ids[len(row.prompt_ids) :, None])[:, 0]
-            (-advantage * logp_T[torch.from_numpy(row.mask)].sum() / num_tokens).backward()
+            for call, number in zip(row.calls, row.turns, strict=True):
+                reward, others = s.grade.reward, [o.grade.reward for o in peers]
+                if by_turn:
+                    reward = s.grade.turn_rewards[number]
+                    others = [o.grade.turn_rewards[number] for o in peers if o.num_calls > number]
+                advantage = reward - sum(others) / len(others) if others else 0.0
+                logps = logp_T[call["start"] : call["end"]]
+                (-advantage * logps.sum() / num_tokens).backward(retain_graph=True)
     for name, param in case.oracle.named_parameters():
         if name in ours:
             assert (ours[name] - param.grad).norm() <= 1e-4 * param.grad.norm(), name
     assert len(ours) > 10
+
+
+def test_what_was_trained_can_be_read(case, tmp_path):
+    """samples.jsonl has each call of each row, with the ids that were drawn."""
+    fork = agent("fork", function="forking_agent:scored_by_call")
+    samples = sample(case, [GOOD, fork, TURNS], [("good", "1+1"), ("fork", "2+2"), ("turns", "3+3")], num_samples=4)
+    samples[0].is_filtered = True
+    for s in samples:
+        for row in (s, *s.forks):
+            row.advantage = [float(number) for number in row.turns]
+    log = RunLog(tmp_path, LoggerConfig(num_samples_to_log=12, tensorboard_enabled=False), first_step=0, num_steps=1)
+    log.samples(1, "train", samples, case.tokenizer)
+    records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(records) == 12 and max(len(record["rows"]) for record in records) > 2
+    for s, record in zip(samples, records, strict=True):
+        calls = [call for row in record["rows"] for call in row]
+        assert sorted(call["number"] for call in calls) == list(range(s.num_calls))
+        for row, said in zip((s, *s.forks), record["rows"], strict=True):
+            ids = list(row.prompt_ids)
+            messages = []
+            for call in said:
+                messages += call["messages"]
+                assert case.tokenizer.render(messages)[: len(ids)] == ids or len(messages) > 1
+                messages.append(call["reply"])
+                assert call["reply"]["content"] is not None and call["advantage"] == call["number"]
+                assert call["is_trained"] == (s is not samples[0])
+                assert call["reward"] == s.grade.turn_rewards[call["number"]]
+            drawn = [token for call in said for token in call["ids"]]
+            assert drawn == row.output_ids[row.mask].tolist()
+
+
+def test_a_reward_for_each_reply_or_none(case):
+    wrong = agent("turns", function="bad_agents:wrong_number_of_rewards")
+    [s] = sample(case, [wrong], [("turns", "1+1")], num_samples=1)
+    assert (s.grade.outcome, s.grade.reward, s.grade.turn_rewards) == ("crashed", 0.0, [0.0])
+    assert "2 call_rewards for 1 replies" in s.grade.message
 
 
 def test_too_many_crashes_stop_the_run(case):

@@ -352,6 +352,7 @@ def conversations():
     for prompt, outcome, turns in TURNS:
         rewards, tokens = map(list, zip(*turns, strict=True))
         samples.append(sample(sum(tokens), sum(rewards), prompt, grade=Grade(turn_rewards=rewards), turn_tokens=tokens))
+        samples[-1].turns = [*range(len(turns))]
         samples[-1].grade.outcome, samples[-1].num_turns = outcome, len(turns)
         samples[-1].is_filtered = not samples[-1].grade.is_valid
     return samples
@@ -514,3 +515,39 @@ def test_disabled_is_nothing():
     samples = [sample(30, 7.0, finish_reason="length", grade=Grade(rewards={"a": 9}))]
     assert shaped(samples, **OVERLONG | {"enabled": False}, stop_properly_penalty_coef=0.5) == [7]
     assert samples[0].grade.unshaped_reward == 7 and samples[0].grade.rewards == {"a": 9}
+
+
+def test_turns_of_unequal_number_do_not_reward_going_on():
+    """A policy that ends or goes on: the mean of the estimator over all groups is the gradient of each turn's own
+    reward, times the chance that a peer comes so far. The sum of the later turns' advantages, which is not what we
+    train, has the bias of verl-project/verl#7244."""
+    goes_on, is_good = 0.6, (0.3, 0.8)  # probabilities: of a second turn, of a reward of 1 in each turn
+    rollouts = []  # (probability, rewards, d log p(going on) / d goes_on)
+    for first in (0, 1):
+        chance = is_good[0] if first else 1 - is_good[0]
+        rollouts.append((chance * (1 - goes_on), [first], -1 / (1 - goes_on)))
+        for second in (0, 1):
+            chance_of_second = is_good[1] if second else 1 - is_good[1]
+            rollouts.append((chance * goes_on * chance_of_second, [first, second], 1 / goes_on))
+    grpo = GRPOConfig(turn_level_advantages=True, normalize_rewards=False)
+    going_on = summed = second_turn = 0.0
+    for group in itertools.product(rollouts, repeat=3):
+        chance = math.prod(p for p, _, _ in group)
+        samples = []
+        for _, rewards, _ in group:
+            grade = Grade(sum(rewards), "ok", turn_rewards=[float(reward) for reward in rewards])
+            samples.append(sample(len(rewards), sum(rewards), 0, grade=grade, turn_tokens=[1] * len(rewards)))
+            samples[-1].turns = [*range(len(rewards))]
+        adv_B, _ = step_advantages(samples, grpo, LossConfig())
+        for (_, rewards, score), advs in zip(group, adv_B, strict=True):
+            going_on += chance * advs[0] * score  # the first turn decides
+            summed += chance * sum(advs) * score
+            if len(rewards) == 2:
+                score_of_second = 1 / is_good[1] if rewards[1] else -1 / (1 - is_good[1])
+                second_turn += chance * advs[1] * score_of_second
+    # The first turn's reward does not depend on going on: its gradient is 0.
+    assert going_on == pytest.approx(0, abs=1e-6)
+    has_peer = 1 - (1 - goes_on) ** 2
+    assert second_turn == pytest.approx(3 * goes_on * has_peer, rel=1e-5)
+    # The gradient of the later rewards is 3 * is_good[1]: the baseline of the second turn takes all of it away.
+    assert summed == pytest.approx(0, abs=1e-5)

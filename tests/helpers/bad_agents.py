@@ -33,6 +33,11 @@ async def three_turns(base_url, messages, answer, is_validation, deadline_s, too
     return {"reward": near + 0.25, "outcome": "wrong", "rewards": parts, "extracted": reply}
 
 
+def wrong_number_of_rewards(base_url):
+    ask(base_url)
+    return {"reward": 1, "call_rewards": [1, 0]}
+
+
 def where_am_i(base_url, prefix):
     ask(base_url)
     has_torch = importlib.util.find_spec("torch") is not None

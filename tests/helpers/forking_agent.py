@@ -22,3 +22,13 @@ async def solve(base_url, messages, answer, seed, keys_file=None):
 async def scored_by_length(base_url, messages, seed):
     await solve(base_url, messages, "", seed)
     return float(seed % 3)
+
+
+def scored_by_call(base_url, messages, seed):
+    """Calls one after the other, of which each has a row and a reward of its own."""
+    rewards = [seed % 5]
+    ask(base_url, messages[-1]["content"])
+    for n in range(seed % 4):
+        ask(base_url, f"{n}+{n}=")
+        rewards.append(seed // (n + 2) % 3)
+    return {"reward": sum(rewards), "call_rewards": rewards}

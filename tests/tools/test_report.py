@@ -220,7 +220,10 @@ def test_fields_of_any_type_are_shown(tmp_path):
     for file in (tmp_path / "a/samples.jsonl", tmp_path / "a/rollouts/step_000002/samples.jsonl"):
         sample, *others = lines_of(file)
         rows = [
-            sample | {name: value} for name in (*sample, "num_env_tokens", "tokens") for value in ODD if name != "step"
+            sample | {name: value}
+            for name in (*sample, "num_env_tokens", "tokens", "rows")
+            for value in ODD
+            if name != "step"
         ]
         file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *others]))
     shown = report.read_run(tmp_path / "a", "a", 8000)
@@ -228,6 +231,25 @@ def test_fields_of_any_type_are_shown(tmp_path):
     assert len(dumped) > 9 and all(type(sample["num_gen_tokens"]) in (int, float) for sample in dumped)
     page = Page(report.as_page([shown], 0)).data["runs"][0]
     assert all({type(text) for text, *_ in sample["tokens"]} <= {str} for sample in page["samples"])
+
+
+def test_the_calls_of_an_agent_are_a_conversation(tmp_path, monkeypatch):
+    make_run(tmp_path / "a", num_steps=1, num_envs=1, num_samples=1, num_dumps=0)
+    file = tmp_path / "a/samples.jsonl"
+    sample, *_ = lines_of(file)
+    function = {"name": "add", "arguments": '{"a": 1}'}
+    asked = {"number": 0, "messages": [{"role": "user", "content": "1+1"}], "ids": [5, 7], "is_trained": True}
+    first = asked | {"reply": {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}}
+    second = {"number": 2, "messages": [{"role": "tool", "content": "two"}], "ids": [9], "is_trained": False}
+    second |= {"reply": {"role": "assistant", "content": "2", "reasoning_content": "hm"}, "advantage": 0.5}
+    odd = [*ODD, *([{name: value}] for name in ("messages", "ids", "reply", "number") for value in ODD)]
+    rows = [[first, second], [asked], *odd]
+    file.write_text(json.dumps(sample | {"rows": rows}) + "\n")
+    [shown] = page_of(monkeypatch, tmp_path / "a").data["runs"][0]["samples"]
+    said = ["user: 1+1", "call 0: 2 ids, trained", '-> {"name": "add"', "tool: two", "call 2: 1 ids, not trained"]
+    said += ["advantage 0.5", "assistant: 2", "thought: hm", "--- sequence 2 of"]
+    places = [shown["calls"].index(text) for text in said]
+    assert places == sorted(places)
 
 
 def test_hostile_text_is_data(tmp_path, monkeypatch):
