@@ -1,4 +1,4 @@
-"""What the engine does on CUDA: sleep, wake, sync and cache reset, against a stand-in that refuses what a GPU cannot.
+"""What the engine does on CUDA: sleep, wake, sync and cache reset, on a stand-in that refuses what a GPU cannot.
 
 bench/gpu.sh shows the same with vLLM on a GPU: bench/gpu_smoke.py, and a run of configs/smoke.yaml.
 """
@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import fake_vllm
-import numpy as np
 import pytest
-import sleeping_vllm
 import torch
 from small_run import ROOT, STARTER, arguments, write_rows
 
@@ -30,17 +28,26 @@ from support.inputs.tokenizer import Tokenizer
 from support.run import start
 from support.system.exits import Interrupted, StopRun
 
-OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=60)
+OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=40)
 PROMPTS, SEEDS = [[5, 6, 7 + i] for i in range(8)], list(range(8))
-MODES = ("abort", "wait", "keep")
+
+
+class LLM(fake_vllm.LLM):
+    """Keeps its arguments; to the model they are those of one rank."""
+
+    newest: "LLM"
+
+    def __init__(self, **options):
+        LLM.newest, self.options = self, options
+        super().__init__(**options | {"tensor_parallel_size": 1})
 
 
 @pytest.fixture
 def cuda(monkeypatch, one_rank):
-    """engine.py on the recording stand-in, on CUDA as far as the engine sees; everything else stays on the CPU."""
+    """engine.py on the stand-in, on CUDA as far as the engine sees; everything else stays on the CPU."""
     for name in ("EngineArgs", "SamplingParams", "RequestOutputKind"):
         monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
-    monkeypatch.setattr(engine_module, "LLM", sleeping_vllm.LLM)
+    monkeypatch.setattr(engine_module, "LLM", LLM)
     construct = engine_module.Engine.__init__
 
     def construct_on_cuda(self, *args):
@@ -48,7 +55,7 @@ def cuda(monkeypatch, one_rank):
             construct(self, *args)
 
     monkeypatch.setattr(engine_module.Engine, "__init__", construct_on_cuda)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(sleeping_vllm.LLM.newest, "kernels_run", False))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(LLM.newest, "kernels_run", False))
     return monkeypatch
 
 
@@ -67,14 +74,14 @@ def make_engine(grpo_config=None, **policy):
 def awake(cuda, policy):
     """The engine after the start of a run."""
     engine = make_engine()
+    engine.stop_token_ids = [0]  # which no seed here samples
     engine.sleep()
     sync_weights(policy, engine, 3)
     return engine
 
 
 def is_asleep(weights="dropped"):
-    llm = sleeping_vllm.LLM.newest
-    return llm.awake == set() and llm.weights == weights
+    return LLM.newest.asleep == {"weights", "kv_cache"} and LLM.newest.weights == weights
 
 
 # ----------------------------------------------------------------------------------------------------- sleep and sync
@@ -84,7 +91,6 @@ def is_asleep(weights="dropped"):
 def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
     """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps, and
     segments grow only while it sleeps."""
-    cuda.setattr(sleeping_vllm.LLM, "pause_mode", "wait")
     cuda.setattr("signal.signal", lambda number, handler: None)
     cuda.setattr(start, "start_process_group", lambda *_: one_rank[:2])
     cuda.chdir(ROOT)
@@ -108,8 +114,8 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
     assert all(record["timing/train/prepare_for_generation/total"] > 0 for record in records)
 
 
-def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank, cuda):
-    cuda.setattr(sleeping_vllm.LLM, "pause_mode", "wait")
+def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank):
+    """Also beside what is carried, which goes on afterwards."""
     asleep = []
 
     def score(conversations):
@@ -118,19 +124,19 @@ def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_
 
     sampler = Sampler(awake, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], score_conversations=score)
     rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
+    request_ids = awake.start(PROMPTS, SEEDS, OPTIONS, priority=9)
     for _ in range(2):  # again with the weights that came back: no sync is needed
-        samples = sampler.sample(rows, 3, OPTIONS, (0,))
+        samples = sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))
         assert [s.grade.reward for s in samples] == [0.5] * 6 and {s.weight_version for s in samples} == {3}
     assert asleep == [True, True]
+    assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in awake.wait(request_ids))
     awake.sleep()  # the loop's, after the samples
     assert is_asleep()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
-    """Whatever vLLM's default is: in the order of a step with a validation after it, whose requests go first. Each
+def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy):
+    """In the order of a step with a validation after it, whose requests go first. Each
     weights give 10 tokens."""
-    cuda.setattr(sleeping_vllm.LLM, "pause_mode", mode)
     request_ids = awake.start(PROMPTS, SEEDS, OPTIONS, priority=1)
     for version in (4, 5):
         awake.generate([[9]], [0], SamplingOptions(1.0, 10))
@@ -145,21 +151,6 @@ def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy, cuda, mode):
     assert is_asleep()
 
 
-def test_a_reward_model_scores_beside_what_is_carried(awake, one_rank):
-    request_ids = awake.start(PROMPTS, SEEDS, OPTIONS, priority=9)
-    asleep = []
-
-    def score(conversations):
-        asleep.append(is_asleep("in host memory"))
-        return [0.5] * len(conversations)
-
-    sampler = Sampler(awake, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], score_conversations=score)
-    rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
-    assert {s.grade.reward for s in sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))} == {0.5}
-    assert asleep == [True]
-    assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in awake.wait(request_ids))
-
-
 def test_a_cache_that_is_not_dropped_under_running_requests_stops_the_run(awake, policy, cuda):
     awake.start(PROMPTS, SEEDS, OPTIONS, priority=1)
     awake.sleep()
@@ -171,16 +162,14 @@ def test_a_cache_that_is_not_dropped_under_running_requests_stops_the_run(awake,
 # ------------------------------------------------------------------------------------------------------ when it ends
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_told_to_stop_it_aborts_all_that_is_unfinished(awake, mode, cuda):
-    """So that in no mode the sleep to come finds a request: with "keep" it would go on with the next step's weights."""
+def test_told_to_stop_it_aborts_all_that_is_unfinished(awake):
+    """So that the sleep to come finds no request: it would go on with the next step's weights."""
     engine = awake
-    cuda.setattr(sleeping_vllm.LLM, "pause_mode", mode)
     looks = []
     engine.should_stop = lambda: looks.append(1) or len(looks) == 2
     with pytest.raises(Interrupted):
         engine.generate(PROMPTS, SEEDS, OPTIONS)
-    assert not engine.llm.has_unfinished_requests()
+    assert not engine.llm.llm_engine.has_unfinished_requests()
     engine.sleep()
     engine.wake("weights")
     engine.wake("kv_cache")
@@ -209,7 +198,8 @@ def test_arguments_on_cuda(cuda, capsys):
     assert options["hf_overrides"] == {"vocab_size": Tokenizer(STARTER).vocab_size, "head_dtype": "float32"}
     assert capsys.readouterr().out == ""
     cuda.setattr(engine_module, "EngineArgs", object)  # vLLM 0.24, which also ignores the head's dtype
-    cuda.setattr(sleeping_vllm.LLM, "head_dtype", torch.bfloat16)
+    rounds = property(lambda self: SimpleNamespace(head_dtype=torch.bfloat16), lambda self, value: None)
+    cuda.setattr(LLM, "model_config", rounds, raising=False)
     assert "sleep_mode_offload_cudagraph" not in make_engine(precision="bfloat16").llm.options
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: this vLLM rounds logits to bfloat16")
@@ -255,11 +245,8 @@ def test_max_num_seqs(cuda, keys, num_engines, expected):
     assert plan.engine["engine's buffers"] == 5 * 4 * expected * 262 + 2**30
 
 
-def test_a_logprob_is_that_of_the_sampled_id(awake):
-    """Each position of the stand-in begins with another id; and an id may have been sampled or listed before."""
-    for completion in awake.generate(PROMPTS, SEEDS, OPTIONS):
-        assert len(completion.ids) == sleeping_vllm.NUM_TOKENS and completion.finish_reason == "stop"
-        assert np.allclose(completion.logps, -1.0 - completion.ids / 200)
+def test_a_logprob_is_that_of_the_sampled_id():
+    """A position may begin with another id; and an id may have been sampled or listed before."""
     flat = fake_vllm.FlatLogprobs()
     for entries in ({4: -1.0, 5: -2.0}, {5: -3.0}, {4: -4.0, 7: -5.0, 5: -6.0}):
         flat.append(entries)

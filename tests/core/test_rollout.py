@@ -17,7 +17,7 @@ from samples import with_grade
 
 import envs
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
-from engine import Completion, SamplingOptions
+from engine import SamplingOptions
 from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
 from records import Grade, Problem, Sample
@@ -378,50 +378,23 @@ def test_what_an_environment_raises_grades_nothing_and_is_bounded(bound, capfd, 
 # ---------------------------------------------------------------------------------------------------------- no barrier
 
 
-class Decoder:
-    """Decodes a token of each running reply per call of `advance`. A reply's first id says whose it is and its second
-    one which turn; its length is of a long tail, by its prompt and seed, unless `lasts` says that it goes on."""
+def decoder(lasts=None):
+    """Replies of three ids, by the seed, of a long tail of ticks, or as long as lasts(row, turn); a prompt begins with
+    its row."""
 
-    weight_version, max_total_tokens = 3, 512
+    def reply(seed, options):
+        ids = np.random.default_rng(seed).integers(1, 99, 3)
+        return np.int32(ids), -np.float32(ids)
 
-    def __init__(self, lasts=lambda turn, ids: None, seconds=20):
-        self.running, self.unclaimed, self.batches, self.started = {}, {}, [], []
-        self.lasts, self.end, self.num_aborts = lasts, time.monotonic() + seconds, 0
+    def ticks(seed):
+        return 1 + int(3 * np.random.default_rng(seed).pareto(1)) % 200
 
-    @property
-    def is_idle(self):
-        return not self.running
+    return FakeEngine(reply, ticks, lasts=lasts and (lambda ids: lasts(ids[0], ids.count(HINT))))
 
-    def start(self, prompts, seeds, options, priority=0):
-        names = [str(len(self.started) + i) for i in range(len(prompts))]
-        for name, ids, seed in zip(names, prompts, seeds, strict=True):
-            self.started.append((ids[0], ids.count(HINT)))
-            rng = np.random.default_rng(seed)
-            self.running[name] = [1 + int(3 * rng.pareto(1)) % 200, ids, rng.integers(1, 99, 3)]
-        return names
 
-    def advance(self, requests):
-        assert time.monotonic() < self.end, f"nothing else began: {self.started}"
-        self.batches.append(len(self.running))
-        ended = []
-        for name, (left, ids, reply) in list(self.running.items()):
-            lasts = self.lasts(ids.count(HINT), ids)
-            self.running[name][0] = left - 1
-            if left > 1 if lasts is None else lasts:
-                continue
-            del self.running[name]
-            version = np.full(len(reply), self.weight_version)
-            self.unclaimed[name] = Completion(np.int32(reply), -np.float32(reply), "stop", version)
-            ended += [name] * (name in requests)
-        time.sleep(0.001)
-        return ended
-
-    def preempt(self):
-        pass
-
-    def abort(self):
-        self.running.clear()
-        self.num_aborts += 1
+def begun(engine):
+    """(row, turn) of each request."""
+    return [(each.ids[0], each.ids.count(HINT)) for each in engine.started]
 
 
 HINT = 1000
@@ -486,19 +459,19 @@ def test_nothing_waits_for_another_conversation(kind, tmp_path, one_rank):
     0's second one begins: whoever waited for all replies, all grades, or a whole turn would wait for ever."""
     path = tmp_path / "go"
 
-    def lasts(turn, ids):
-        if (1, 1) in engine.started:
+    def lasts(row, turn):
+        if (1, 1) in begun(engine):
             path.touch()
-        if ids[0] == 2 and turn == 0:
-            return (0, 1) not in engine.started
+        if (row, turn) == (2, 0):
+            return (0, 1) not in begun(engine)
         return None
 
-    engine = Decoder(lasts)
+    engine = decoder(lasts)
     slow, quick = kind(path).start(), kind(path).start()
     sampler = Sampler(engine, Ids(), {"slow": slow, "quick": quick}, Ranks(0, 1, 0, 1), max_turns=2)
     samples = sampler.sample(rows_with(["slow", *["quick"] * 7]), 1, SamplingOptions(1.0, 99), (3, 1))
     assert [s.num_turns for s in samples] == [2] * 8 and all(s.grade.outcome == "ok" for s in samples)
-    order = engine.started
+    order = begun(engine)
     assert order.index((1, 1)) < order.index((0, 1)) and sorted(order) == [(i, t) for i in range(8) for t in range(2)]
     assert min(engine.batches) > 0, "the engine decoded nothing while a reply could run"
     for environment in (slow, quick):
@@ -514,15 +487,15 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
     found = []
     environment = kind(path).start()
     prompts = rows_with(["e"] * 5)
-    sampler = Sampler(Decoder(), Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=3)
+    sampler = Sampler(decoder(), Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=3)
     for _ in range(3):
         found.append(sampler.sample(prompts, 4, SamplingOptions(1.0, 99), (3, 1)))
     lockstep = [Conversation(row, i, j, SamplingOptions(1.0, 99), (3, 1), 0) for i, row in prompts for j in range(4)]
-    engine = Decoder()
+    engine = decoder()
     for turn in range(2):
         seeds = [sample_seed(3, 1, c.sample.prompt, c.sample.index, *[turn][:turn]) for c in lockstep]
         names = engine.start([c.sample.token_ids for c in lockstep], seeds, None)
-        while engine.running:
+        while not engine.is_idle:
             engine.advance(names)
         turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]
         for each, result in zip(lockstep, environment.step(turns), strict=True):
@@ -560,7 +533,7 @@ class Groups(envs.Environment):
 def test_a_group_is_graded_when_it_is_whole_while_others_are_drawn(one_rank):
     environment = Groups()
     graded = lambda: any((0, 1) in call for call in environment.calls)  # noqa: E731
-    engine = Decoder(lambda turn, ids: None if ids[0] != 4 or turn else not graded())
+    engine = decoder(lambda row, turn: None if row != 4 or turn else not graded())
     sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
     samples = sampler.sample(rows_with(["e"] * 5), 4, SamplingOptions(1.0, 99), (3, 1))
     assert [s.num_turns for s in samples] == [2, 1] * 10
@@ -576,19 +549,19 @@ def test_a_group_is_graded_when_it_is_whole_while_others_are_drawn(one_rank):
 def test_told_to_stop_amid_grading_nothing_is_left_in_the_engine(replies_run, tmp_path):
     """By a signal on this rank, of which a pool hears; the engine's own look is engine.py's."""
     environment = Twice(tmp_path / "never").start()
-    engine = Decoder(lambda turn, ids: True if replies_run and ids[0] == 1 else None)
+    engine = decoder(lambda row, turn: True if replies_run and row == 1 else None)
     told = {"max_turns": 2, "stop": lambda: len(engine.batches) > 3}
     sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), **told)
-    begun = sampler.start(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
+    first = sampler.start(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
     with pytest.raises(Interrupted):
-        sampler._converse(begun)
+        sampler._converse(first)
     environment.close()
 
 
 def test_a_stop_of_the_graders_ends_the_engines_requests(monkeypatch, one_rank, tmp_path):
-    environment, engine = InThread(tmp_path / "go"), Decoder(lambda turn, ids: ids[0] == 1 or None)
+    environment, engine = InThread(tmp_path / "go"), decoder(lambda row, turn: row == 1 or None)
     monkeypatch.setattr(environment, "step", lambda turns: (_ for _ in ()).throw(StopRun("of mine")), raising=False)
     sampler = Sampler(engine, Ids(), {"e": environment}, Ranks(0, 1, 0, 1), max_turns=2)
     with pytest.raises(StopRun, match="of mine"):
         sampler.sample(rows_with(["e"] * 2), 1, SamplingOptions(1.0, 99), (3, 1))
-    assert (engine.num_aborts, engine.is_idle) == (1, True)
+    assert (engine.calls, engine.is_idle) == (["abort"], True)

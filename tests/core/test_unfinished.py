@@ -1,13 +1,12 @@
 """Responses that outlast weight changes (grpo.async_grpo): tokens, their versions, their log-probabilities."""
 
-import heapq
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fakes import FakeTokenizer
+from fakes import FakeEngine, FakeTokenizer
 from hf_folders import layout_of
 from tiny import VOCAB_SIZE
 
@@ -284,45 +283,16 @@ def test_conversations_of_several_turns_go_on_over_weight_changes(engine, polici
 # ------------------------------------------------------------------------------------------------------------ pacing
 
 
-class TimedEngine:
-    """Decodes `slots` requests at once, a token of each per tick, the lowest priority first; no token means anything.
+def length_of(seed):
+    """Of a reply: log-normal, the longest a hundred times the median."""
+    return 1 + int(20 * np.exp(1.2 * np.random.default_rng(seed).normal()))
 
-    A reply's length is a function of its seed: log-normal, the longest a hundred times the median.
-    """
 
-    max_total_tokens = 10**6
-
-    def __init__(self, slots):
-        self.slots, self.ticks, self.weight_version = slots, 0, 0
-        self.queue, self.running, self.unclaimed = [], {}, {}
-        self.lengths, self.ended, self.priorities = [], {}, []
-
-    def start(self, prompts, seeds, options, priority):
-        names = [str(len(self.lengths) + i) for i in range(len(seeds))]
-        for name, seed in zip(names, seeds, strict=True):
-            self.lengths.append(1 + int(20 * np.exp(1.2 * np.random.default_rng(seed).normal())))
-            self.priorities.append(priority)
-            heapq.heappush(self.queue, (priority, len(self.lengths), name))
-        return names
-
-    @property
-    def is_idle(self):
-        return not self.running and not self.queue
-
-    def advance(self, requests):
-        while self.queue and len(self.running) < self.slots:
-            _, number, name = heapq.heappop(self.queue)
-            self.running[name] = [self.lengths[number - 1], []]
-        ticks = min(left for left, _ in self.running.values())
-        self.ticks += ticks
-        for name, request in list(self.running.items()):
-            request[0] -= ticks
-            request[1] += [self.weight_version] * ticks
-            if request[0] == 0:
-                versions = np.array(self.running.pop(name)[1], np.int32)
-                self.unclaimed[name] = Completion(0 * versions, versions.astype(np.float32), "stop", versions)
-                self.ended[name] = self.ticks
-        return [name for name in requests if name in self.unclaimed]
+def timed(slots):
+    """An engine of which no token means anything, and a token takes a tick."""
+    engine = FakeEngine(lambda seed, _: np.zeros((2, length_of(seed)), np.int32), length_of, slots)
+    engine.max_total_tokens, engine.weight_version = 10**6, 0
+    return engine
 
 
 def simulate(max_age, ranks, *, num_steps, slots):
@@ -334,7 +304,7 @@ def simulate(max_age, ranks, *, num_steps, slots):
         async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=max_age),
     )
     cfg = Config(grpo=grpo, data=DataConfig(shuffle=False))
-    engine = TimedEngine(slots)
+    engine = timed(slots)
     sampler = AheadSampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
     mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
     cursor, steps, waits, ages = mixture.start(), [], [], []
@@ -360,10 +330,12 @@ def test_pacing(one_rank, max_age, num_steps):
     steps, waits, ages, engine = simulate(max_age, one_rank[0], num_steps=num_steps, slots=20)
     assert [[s.row_id for s in step[::2]] for step in steps] == np.arange(10 * num_steps).reshape(-1, 10).tolist()
     trained = sorted(len(s.output_ids) for step in steps for s in step)
-    assert trained == sorted(engine.lengths) and trained[-1] > 20 * trained[10 * num_steps]
+    assert trained == sorted(length_of(each.seed) for each in engine.started)
+    assert trained[-1] > 20 * trained[10 * num_steps]
     assert waits == [(needed, needed) for _, needed in waits], "no step waits for more than its own groups"
-    assert engine.priorities == np.repeat(np.arange(1, num_steps + 1), 20).tolist(), "oldest first"
-    assert not engine.running and not engine.queue and not engine.unclaimed
+    priorities = [each.priority for each in engine.started]
+    assert priorities == np.repeat(np.arange(1, num_steps + 1), 20).tolist(), "oldest first"
+    assert engine.is_idle and not engine.unclaimed
     assert 0.2 < np.mean(ages) < max_age
 
 
@@ -388,7 +360,7 @@ def test_a_users_sampler_sees_the_newest_metrics(one_rank):
         dynamic_sampling_max_gen_batches=3,
     )
     cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=2)))
-    sampler = AheadSampler(TimedEngine(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
+    sampler = AheadSampler(timed(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
     for step in (1, 2):
         with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards
             sample_step(sampler, cfg, SimpleNamespace(draw=draw), {"position": 9, "records": {"step": step}}, step, 99)

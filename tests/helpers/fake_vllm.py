@@ -3,7 +3,8 @@
 `install()` puts it where `import vllm` finds it. The arithmetic is that of transformers' model of the same config.json,
 in float64, so that what is sampled depends on (weights, prompt, seed, options) alone and not on the batch; the weights
 are random until `reload_weights` sends others, as with load_format="dummy". It refuses what vLLM refuses, and what
-vLLM would let pass in silence: a sync of sleeping weights, an awake KV cache before the weights, use while asleep.
+vLLM would let pass in silence: a sync of sleeping weights, an awake KV cache before the weights, use while asleep or of
+weights that were dropped, sleep under kernels that run, an abort of what is unfinished.
 
 Like vLLM it has a prefix cache: logits of ids once seen, right until weights change, wrong if nobody resets it then.
 """
@@ -154,6 +155,8 @@ class LLMEngine:
 
     def step(self) -> list[SimpleNamespace]:
         assert not self.llm.asleep, f"generates while {self.llm.asleep} sleep"
+        assert self.llm.weights != "dropped", "generates with weights that are not there"
+        self.llm.kernels_run = True
         running = sorted(self.requests.items(), key=lambda item: item[1].priority)[: self.llm.max_num_seqs]
         logits = self.llm.logits_after([tuple(request.ids) for _, request in running])
         ended = [name for name, request in running if request.add_token(logits[tuple(request.ids)])]
@@ -205,7 +208,11 @@ class EngineArgs:
 
 
 class LLM:
-    """The arguments are those that engine.py gives; another one is a TypeError, as vLLM's is."""
+    """The arguments are those that engine.py gives; another one is a TypeError, as vLLM's is.
+
+    weights: "dummy", "sent", "in host memory" or "dropped". kernels_run: whether kernels may still use memory that a
+    sleep takes away, because nobody has waited for them (torch.cuda.synchronize) since.
+    """
 
     def __init__(
         self,
@@ -249,6 +256,7 @@ class LLM:
         self.model_config = SimpleNamespace(head_dtype=getattr(torch, hf_overrides["head_dtype"]))
         self.logits: dict[tuple[int, ...], torch.Tensor] = {}  # the prefix cache
         self.asleep: set[str] = set()
+        self.weights, self.kernels_run = "dummy", False
         self.llm_engine = LLMEngine(self)
 
     def apply_model(self, function) -> list:
@@ -275,7 +283,10 @@ class LLM:
         assert "weights" not in self.asleep, "weights are sent to where none are"
         assert "kv_cache" in self.asleep or not self.can_sleep, "the KV cache holds the memory that they need meanwhile"
         params = dict(self.model.named_parameters())
-        for name, tensor in kwargs["weights_iterator"]:
+        self.weights, self.kernels_run = "sent", True
+        tensors = list(kwargs["weights_iterator"])  # all of them held, as vLLM may
+        for name, tensor in tensors:
+            assert tensor.untyped_storage().size(), f"{name} was freed behind its back"
             if name in params:
                 assert params[name].shape == tensor.shape, (name, params[name].shape, tensor.shape)
                 params[name].copy_(tensor)
@@ -289,7 +300,9 @@ class LLM:
     def sleep(self, level: int, mode: str = "abort") -> None:
         """Weights to host memory, or lost with level 2; the KV cache and what it holds away."""
         assert self.can_sleep and level in (1, 2) and not self.asleep, self.asleep
-        assert mode == "keep" or not self.llm_engine.requests, "they would be aborted"
+        assert mode == "keep" or not self.llm_engine.requests, "they would be aborted, or waited for without an end"
+        assert not self.kernels_run, "takes the memory away under kernels that run"
+        self.weights = "in host memory" if level == 1 and self.weights == "sent" else "dropped"
         self.asleep = {"weights", "kv_cache"}
         self.logits.clear()
         if level == 2:
@@ -300,6 +313,8 @@ class LLM:
         assert tags == (["weights"] if "weights" in self.asleep else ["kv_cache"]), (tags, self.asleep)
         assert set(tags) <= self.asleep, (tags, self.asleep)
         self.asleep -= set(tags)
+        if "weights" in tags and self.weights == "in host memory":
+            self.weights = "sent"
 
 
 def install() -> None:

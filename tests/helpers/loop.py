@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from fakes import FakeEngine
 from tiny import VOCAB_SIZE
 
 import grpo
@@ -39,27 +40,6 @@ class KeepsGradients:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)
-
-
-class RecordingEngine:
-    """calls: what the loop had it do, in order; weights: those of the last sync."""
-
-    dtype = torch.float32
-
-    def __init__(self):
-        self.calls: list[str] = []
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def sleep(self, *, keep_weights: bool = False) -> None:
-        self.calls.append("sleep, weights kept" if keep_weights else "sleep")
-
-    def wake(self, part: str) -> None:
-        self.calls.append(f"wake {part}")
-
-    def sync(self, weights, version: int) -> int:
-        self.calls.append(f"sync {version}")
-        self.weights = {name: tensor.clone() for name, tensor in weights}
-        return sum(tensor.nbytes for tensor in self.weights.values())
 
 
 def head_of(cfg: Config, vocab: int | None = VOCAB_SIZE) -> HeadOptions:
@@ -95,7 +75,7 @@ def make_run(
         model=policy,
         head_options=head_of(cfg, vocab),
         optimizer=optimizer,
-        engine=RecordingEngine(),
+        engine=FakeEngine(),
         sampler=None,
         reference=reference,
         state=RunState(cursor={"position": 0}, fingerprints={}, **counters),

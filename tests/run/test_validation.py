@@ -186,7 +186,8 @@ def test_options_reach_the_engine(one_rank):
     engine = FakeEngine()
     validated(config_of(max_val_samples=2, val_num_generations_per_prompt=3), inputs_of(held=50), engine)
     greedy, sampled = SamplingOptions(0.0, 256), SamplingOptions(1.0, 256)
-    assert engine.calls == [(2, greedy), (6, sampled)] and (sampled.top_p, sampled.top_k) == (1.0, None)
+    assert [each.options for each in engine.started] == [greedy] * 2 + [sampled] * 6
+    assert (sampled.top_p, sampled.top_k) == (1.0, None)
     of_validation = {"val_temperature": 0.6, "val_top_p": 0.95, "val_top_k": 20, "val_max_new_tokens": 40}
     assert modes(config_of(**of_validation)) == {
         "greedy": (1, SamplingOptions(temperature=0.0, max_new_tokens=40)),

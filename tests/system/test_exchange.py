@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import FakeEngine
 from ranks import ranks
 from safetensors.numpy import load_file
 from small_run import ROOT, arguments, write_rows
@@ -25,7 +26,6 @@ import envs
 import grpo
 import replay
 from advantages import step_advantages
-from engine import Completion
 from metrics import sample_metrics
 from pack import make_minibatches, pack_samples
 from records import Problem, Sample, groups_of
@@ -47,28 +47,13 @@ REPLAYED += ("policy.train_global_batch_size=16", "policy.ppo_epochs=2", "policy
 REPLAYED += ("checkpointing.save_period=1",)
 
 
-class SeededEngine:
-    """Lengths, ids, log-probabilities and versions by the seed."""
-
-    max_total_tokens, is_idle = 120, True
-
-    def __init__(self):
-        self.unclaimed = {}
-
-    def start(self, prompts, seeds, options, priority=0):
-        self.unclaimed |= {str(seed): self.reply(seed) for seed in seeds}
-        return [str(seed) for seed in seeds]
-
-    def advance(self, requests):
-        return [*requests]
-
-    def reply(self, seed):
-        rng = np.random.default_rng(seed)
-        length = min(int(rng.geometric(0.06)), LIMIT)
-        ids, logps = rng.integers(0, 1000, length), -rng.random(length)
-        versions = np.sort(rng.integers(STEP - 3, STEP, length))
-        reason = "length" if length == LIMIT else "stop"
-        return Completion(np.int32(ids), np.float32(logps), reason, np.int32(versions))
+def seeded(seed, options):
+    """Length, ids, log-probabilities and versions by the seed."""
+    rng = np.random.default_rng(seed)
+    length = min(int(rng.geometric(0.06)), LIMIT)
+    ids, logps = rng.integers(0, 1000, length), -rng.random(length)
+    versions = np.sort(rng.integers(STEP - 3, STEP, length))
+    return np.int32(ids), np.float32(logps), "length" if length == LIMIT else "stop", np.int32(versions)
 
 
 class Text:
@@ -192,7 +177,7 @@ def answer_of(trained, generated, cfg, ranks):
 
 
 def run_case(ranks, cfg, num_turns, spread):
-    sampler = Sampler(SeededEngine(), Text(), {"a": Judge(spread), "b": Judge(spread)}, ranks, num_turns)
+    sampler = Sampler(FakeEngine(seeded), Text(), {"a": Judge(spread), "b": Judge(spread)}, ranks, num_turns)
     mixture = Mixture([Dataset("rows.jsonl", problems(), "", "rows")], cfg)
     with Collectives() as collectives:
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
