@@ -15,7 +15,7 @@ from small_run import ROOT
 from advantages import estimate_advantages
 from config import AdvEstimatorConfig, Config, GRPOConfig, LossConfig
 from loss import policy_loss
-from pack import HostRows, count_trained
+from pack import HostRows, count_trained, shares_of_samples
 from support.check.contradictions import contradictions
 
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
@@ -107,20 +107,20 @@ def config_of(keys: dict) -> Config:
 
 
 def random_step(seed: int) -> dict:
-    """Tokens of four groups of four samples, in any order: a sample may be left out whole, its tokens one by one; all
-    that belongs to a masked token but its sequence is NaN."""
+    """Tokens of four groups of four samples, in any order; the first four samples have two sequences each. A sample may
+    be left out whole, its tokens one by one; all that belongs to a masked token but its sequence is NaN."""
     generator = torch.Generator().manual_seed(seed)
     spread = SPREADS[seed % len(SPREADS)]
-    sample_R = torch.cat(
-        [torch.full((int(n),), i) for i, n in enumerate(torch.randint(1, 9, (16,), generator=generator))]
-    )
-    sample_R = sample_R[torch.randperm(len(sample_R), generator=generator)]
+    length_S = torch.randint(1, 9, (20,), generator=generator)
+    seq_R = torch.arange(20).repeat_interleave(length_S)
+    seq_R = seq_R[torch.randperm(len(seq_R), generator=generator)]
+    sample_R = seq_R % 16
 
     def normal(size: float) -> torch.Tensor:
-        return size * torch.randn(len(sample_R), generator=generator, dtype=torch.float64)
+        return size * torch.randn(len(seq_R), generator=generator, dtype=torch.float64)
 
     def uniform(size: float) -> torch.Tensor:
-        return size * torch.rand(len(sample_R), generator=generator, dtype=torch.float64)
+        return size * torch.rand(len(seq_R), generator=generator, dtype=torch.float64)
 
     mask_R = (uniform(1) < 0.8) & (sample_R != 5)
     logp_R = -uniform(3) - 0.05
@@ -137,31 +137,31 @@ def random_step(seed: int) -> dict:
     for name, x_R in step.items():
         if x_R is not None:
             step[name] = torch.where(mask_R, x_R, torch.nan)
-    step["mask_R"], step["sample_R"] = mask_R, sample_R
+    step |= {"mask_R": mask_R, "seq_R": seq_R, "sample_R": sample_R}
     step["reward_PB"] = torch.randint(3, (2, 16), generator=generator).double() / 2  # two rewards of each sample
-    step["pack_B"] = torch.randint(4, (16,), generator=generator)
+    step["pack_S"] = torch.randint(4, (20,), generator=generator)
     return step
 
 
 def with_advantages(step: dict, adv_B: torch.Tensor) -> dict:
-    """The arguments of policy_loss but its counts, for all tokens at once."""
+    """The tokens with what their sample has got."""
     adv_R = torch.where(step["mask_R"], adv_B[step["sample_R"]], torch.nan)
-    positive_R = (step["reward_PB"].sum(0) > 0)[step["sample_R"]]
-    names = ("logp_R", "old_logp_R", "sampler_logp_R", "ref_logp_R", "entropy_R", "mask_R")
-    return {name: step[name] for name in names} | {"adv_R": adv_R, "positive_R": positive_R, "seq_R": step["sample_R"]}
+    reward_R = step["reward_PB"].sum(0)[step["sample_R"]]
+    return {name: x for name, x in step.items() if name.endswith("_R")} | {"adv_R": adv_R, "reward_R": reward_R}
 
 
-def of_rows(step: dict, place_R: torch.Tensor) -> dict:
-    return {name: None if x_R is None else x_R[place_R] for name, x_R in step.items()}
-
-
-def counted(tokens: list[dict]) -> list[int]:
-    """What pack.py counts in the packs of a rank."""
-    rows = []
-    for pack in tokens:
-        columns = (pack["adv_R"], pack["positive_R"], pack["seq_R"], pack["sampler_logp_R"], pack["mask_R"])
-        rows.append(HostRows(*(x_R.numpy() for x_R in columns)))
-    return count_trained(rows)
+def with_counts(packs: list[dict]) -> tuple[list[dict], dict]:
+    """(packs with share_R, counts) of pack.py: each rank counts its two packs."""
+    rows = [HostRows(*(pack[name].numpy() for name in HostRows.__slots__)) for pack in packs]
+    counts = count_trained(rows[:2], 16) + count_trained(rows[2:], 16)
+    num_tokens_B = counts[1:]
+    for pack, of_pack in zip(packs, rows, strict=True):
+        pack["share_R"] = torch.from_numpy(shares_of_samples(of_pack, num_tokens_B))
+    return packs, {
+        "num_valid_tokens": int(num_tokens_B.sum()),
+        "num_valid_seqs": int((num_tokens_B > 0).sum()),
+        "num_positive_tokens": int(counts[0]),
+    }
 
 
 def computed(step: dict, cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,20 +174,18 @@ def computed(step: dict, cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
     parts = {"a": step["reward_PB"][0], "b": step["reward_PB"][1]}
     adv_B = estimate_advantages(reward_B, group_B, length_B, cfg.grpo, parts)
     tokens = with_advantages(step, adv_B)
-    pack_R = step["pack_B"][step["sample_R"]]
-    places = [(pack_R == pack).nonzero()[:, 0] for pack in range(4)]
-    of_ranks = [counted([of_rows(tokens, place_R) for place_R in places[first : first + 2]]) for first in (0, 2)]
-    num_tokens, num_seqs, num_positive = (sum(counts) for counts in zip(*of_ranks, strict=True))
+    pack_R = step["pack_S"][step["seq_R"]]
+    packs = []
+    for number in range(4):
+        packs.append({name: None if x_R is None else x_R[pack_R == number] for name, x_R in tokens.items()})
+    packs, counts = with_counts(packs)
     logp_R, entropy_R = tokens["logp_R"].requires_grad_(), tokens["entropy_R"].requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for place_R in places:
-        loss, _ = policy_loss(
-            **of_rows(tokens, place_R),
-            num_valid_tokens=num_tokens,
-            num_valid_seqs=num_seqs,
-            num_positive_tokens=num_positive,
-            cfg=cfg.loss_fn,
-        )
+    for number, pack in enumerate(packs):
+        pack |= {"logp_R": logp_R[pack_R == number], "entropy_R": entropy_R[pack_R == number]}
+        pack["positive_R"] = pack.pop("reward_R") > 0
+        del pack["sample_R"]
+        loss, _ = policy_loss(**pack, **counts, cfg=cfg.loss_fn)
         loss.backward()
         total += loss.detach()
     return adv_B, torch.cat([total[None], *gradients(logp_R, entropy_R)])
@@ -212,7 +210,9 @@ def by_hand(step: dict, cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
         "num_valid_seqs": len(set(trained)),
         "num_positive_tokens": sum(rewards[i] > 0 for i in trained),
     }
-    sums = naive_loss(with_advantages(step, adv_B) | counts, cfg.loss_fn)
+    tokens = with_advantages(step, adv_B)
+    tokens["positive_R"] = tokens["reward_R"] > 0
+    sums = naive_loss(tokens | counts, cfg.loss_fn)
     return adv_B, torch.tensor([sums.loss, *sums.slope, *sums.slope_of_entropy], dtype=torch.float64)
 
 

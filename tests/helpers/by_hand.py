@@ -1,6 +1,7 @@
 """Losses and advantages from their papers, in Python floats: one token after the other, with derivatives by hand."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from statistics import mean, stdev
 
@@ -17,6 +18,7 @@ class Token:
     adv: float
     entropy: float
     is_positive: bool
+    sample: int
 
 
 @dataclass
@@ -32,13 +34,16 @@ class Sums:
 
 def naive_loss(batch: dict, cfg: LossConfig) -> Sums:
     """The loss of a batch of loss_cases.py, with its derivatives. What is masked, or has no finite sampler logp, is
-    not read."""
+    not read. sample_R, where it is given: the sample of each token, which may have several sequences."""
     sums = Sums(0.0, [0.0] * len(batch["seq_R"]), [0.0] * len(batch["seq_R"]))
-    for tokens in sequences(batch, cfg):
-        tokens = not_rejected(tokens, cfg)
+    of_sequences = sequences(batch, cfg)
+    num_tokens = Counter(token.sample for tokens in of_sequences for token in tokens)
+    for of_sequence in of_sequences:
+        tokens = not_rejected(of_sequence, cfg)
         weights = sampler_weights(tokens, cfg)
+        length = len(tokens) * num_tokens[of_sequence[0].sample] / len(of_sequence)
+        share = share_of_a_token(length, batch, cfg)
         for token, weight in zip(tokens, weights, strict=True):
-            share = share_of_a_token(len(tokens), batch, cfg)
             add_policy_loss(sums, share * weight, token, tokens, cfg)
             value, slope = kl(token, cfg)
             share_of_kl = share * cfg.reference_policy_kl_penalty
@@ -56,8 +61,9 @@ def sequences(batch: dict, cfg: LossConfig) -> list[list[Token]]:
     old = "old_logp_R"
     if cfg.force_on_policy_ratio or batch["old_logp_R"] is None:
         old = "logp_R"
-    names = ("logp_R", old, "sampler_logp_R", "ref_logp_R", "adv_R", "entropy_R", "positive_R", "seq_R", "mask_R")
-    rows = zip(*(batch[name].tolist() for name in names), strict=True)
+    sample = "sample_R" if "sample_R" in batch else "seq_R"
+    names = ("logp_R", old, "sampler_logp_R", "ref_logp_R", "adv_R", "entropy_R", "positive_R", sample)
+    rows = zip(*(batch[name].tolist() for name in (*names, "seq_R", "mask_R")), strict=True)
     found: dict[int, list[Token]] = {}
     for place, (*numbers, seq, is_trained) in enumerate(rows):
         token = Token(place, *numbers)
@@ -66,8 +72,10 @@ def sequences(batch: dict, cfg: LossConfig) -> list[list[Token]]:
     return list(found.values())
 
 
-def share_of_a_token(length: int, batch: dict, cfg: LossConfig) -> float:
-    """What a token's loss is multiplied by, in a sequence of this length."""
+def share_of_a_token(length: float, batch: dict, cfg: LossConfig) -> float:
+    """What a token's loss is multiplied by, in a sample of this length."""
+    if not length:
+        return 0.0
     if cfg.token_level_loss:
         return 1 / (cfg.loss_scale_factor or batch["num_valid_tokens"])
     return 1 / (cfg.loss_scale_factor or length) / batch["num_valid_seqs"]
