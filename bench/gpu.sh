@@ -3,8 +3,9 @@
 #
 #     bash bench/gpu.sh            right and fast
 #     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
-#     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights; a training step, compiled and eager;
-#                                  our head beside the bare matmuls; a sync; where the time of a step goes
+#     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights, in turns with steps as they were; a
+#                                  training step in one pass and in two, in turns; our head beside the bare matmuls; a
+#                                  LoRA run that is killed and resumed; a sync; where the time of a step goes
 #     bash bench/gpu.sh pretrained SmolLM2-135M learns to convert units (configs/smollm2.yaml): accuracy and seconds
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
@@ -78,10 +79,13 @@ right() {
 fast() {
     if [[ $vllm == absent ]]; then echo "recipe, sync: absent (no vllm here)" | tee -a "$log"
     elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
-        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --out "$out"
+        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --turns --steps 7 --out "$out" \
+            policy.sequence_packing.train_mb_tokens=16384
     else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
     item "training step" 130 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
     our_head "${mains[0]}"
+    [[ $vllm == absent ]] ||
+        item "killed and resumed" 150 "$python" -m bench.gpu_killed "${dry[@]}" --out "$out"
     if [[ $vllm == here ]]; then
         item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
     fi

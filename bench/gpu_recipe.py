@@ -1,6 +1,9 @@
 """Steps of configs/math_1b.yaml itself on one GPU, with random weights of Qwen2.5-1.5B: seconds, speed, memory.
 
-    python -m bench.gpu_recipe --out FOLDER       --dry: steps of the smoke recipe, on a CPU
+    python -m bench.gpu_recipe --out FOLDER [--turns]     --dry: steps of the smoke recipe, on a CPU
+
+--turns: every second step, beginning with the second, gathers, sums and packs as the program did until 2026-11-28
+(`train_step.set_keeping`; packs of 8,192 tokens), and a row of recipe.jsonl says which way it went.
 
 Needs the tokenizer of Qwen2.5 in .gpu/qwen (bench/pack_gpu.sh). The questions are made here, as long as GSM8K's. Random
 weights end hardly a reply, so each has its full 768 tokens; the reward is whether the number of characters is even.
@@ -8,6 +11,7 @@ The result is the run's metrics.jsonl, with the planned and the measured GiB of 
 """
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -20,8 +24,10 @@ import torch
 
 import grpo
 from bench.head import ROOT
-from bench.train_step import QWEN
+from bench.train_step import QWEN, set_keeping
+from support.inputs import reader
 from support.inputs.model_config import ModelConfig
+from support.run import start
 from support.system.exits import exit_process
 
 QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
@@ -56,10 +62,36 @@ def random_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+class Turns:
+    """Stands for `grpo.train`: sets how each step works. WORDS: of a config as it was."""
+
+    WORDS = ("policy.sequence_packing.train_mb_tokens=8192",)
+
+    def __init__(self, words: list[str], config: str):
+        self.old_cfg = reader.load(ROOT / config, [*words, *self.WORDS])
+        self.train = grpo.train
+        self.sample_step = grpo.sample_step
+        self.make_minibatches = grpo.make_minibatches
+        self.is_old = False
+
+    def run(self, run: start.Run) -> None:
+        def sample_step(sampler, cfg, train, cursor, step, num_steps):
+            self.is_old = step % 2 == 0
+            set_keeping(run.model, not self.is_old)
+            return self.sample_step(sampler, cfg, train, cursor, step, num_steps)
+
+        def make_minibatches(samples, adv_B, cfg, ranks, device):
+            return self.make_minibatches(samples, adv_B, self.old_cfg if self.is_old else cfg, ranks, device)
+
+        with mock.patch.multiple(grpo, sample_step=sample_step, make_minibatches=make_minibatches):
+            self.train(run)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--turns", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="*", help="key=value")
     args = parser.parse_args()
@@ -75,13 +107,20 @@ def main() -> None:
         words += [f"data.train.data_path={problems}", f"data.validation.data_path={problems}"]
         words += ["data.default.env_name=bench.gpu_recipe:even", "grpo.num_prompts_per_step=16"]
     args.out.mkdir(parents=True, exist_ok=True)
-    with mock.patch.object(sys, "argv", ["grpo.py", str(ROOT / config), *words, *args.words]):
+    words += args.words
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(sys, "argv", ["grpo.py", str(ROOT / config), *words]))
+    if args.turns:
+        patches.enter_context(mock.patch.object(grpo, "train", Turns(words, config).run))
+    with patches:
         code = grpo.main()
     rows = [json.loads(line) for line in next(logs.glob("exp_*/metrics.jsonl")).read_text().splitlines()]
+    for row in rows:
+        row["as_before"] = args.turns and row["step"] % 2 == 0
     (args.out / "recipe.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for row in rows:
         shown = {key: value for key, value in row.items() if key.startswith(("timing/", "performance/"))}
-        print(json.dumps({"step": row["step"]} | shown))
+        print(json.dumps({"step": row["step"], "as_before": row["as_before"]} | shown))
     exit_process(code)
 
 

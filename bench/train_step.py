@@ -4,8 +4,9 @@
 
 Through the project's own code (model.shard, batch, grpo.compute_gradients, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
-One pass, with prompts shared and not, with gradients summed once, in larger packs; two passes, as losses that couple
-tokens have it; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
+The cases of a group take turns, step by step: A B A B. One pass and two, as losses that couple tokens have it; larger
+packs; weights that stay gathered, with gradients that are summed once, and as it was before; prompts shared and not;
+one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
 the GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
@@ -16,13 +17,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 try:
     import engine  # noqa: F401
@@ -46,6 +50,7 @@ from support.inputs.model_config import ModelConfig
 from support.run.speed import PEAK_TFLOPS, train_flops
 from support.run.start import choose_attention, compiles
 from support.system.exits import exit_process
+from support.system.optimizer import Optimizer
 from support.system.ranks import Ranks, start_process_group
 
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
@@ -59,13 +64,21 @@ WAYS = {  # policy.kernel_backend and the kind of loss path
     "two passes": ("auto", "two passes"),
     "torch": ("torch", "one pass"),
 }
-CASES = [  # way, share_prefix, train_mb_tokens, defer_fsdp_grad_sync
-    ("one pass", True, 8192, False),
-    ("one pass", False, 8192, False),
-    ("one pass", True, 8192, True),
-    ("one pass", True, 16384, True),
-    ("two passes", True, 8192, False),
-    ("torch", True, 8192, False),
+
+
+class Case(NamedTuple):
+    """keeps: see `set_keeping`."""
+
+    way: str
+    share_prefix: bool = True
+    pack_tokens: int = 8192
+    keeps: bool = True
+
+
+GROUPS = [
+    [Case("one pass", pack_tokens=16384), Case("two passes", pack_tokens=16384)],
+    [Case("one pass"), Case("two passes"), Case("one pass", keeps=False)],
+    [Case("one pass", share_prefix=False), Case("torch")],
 ]
 
 
@@ -88,7 +101,7 @@ def head_of(way: str, model: Decoder, device: torch.device, pack_tokens: int = 8
 def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     """Sharded over one rank and filled on the device: nothing is downloaded, read or written."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf))
+        model = Decoder(ModelConfig.from_hf(hf), keeps_gathered=True)
     mesh = dist.init_device_mesh(device.type, (1,))
     shard(model, mesh, precision=precision)
     model.to_empty(device=device)
@@ -99,6 +112,18 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
         else:
             param.to_local().normal_(0, 0.02, generator=generator)
     return model
+
+
+def set_keeping(model: Decoder, keeps: bool) -> None:
+    """Whether gathered weights stay and gradients are summed once, as the program has it on one rank; or as it was
+    until 2026-11-28: a block is gathered twice for each pack, and its gradient divided by 1 and copied."""
+    model.keeps_gathered = keeps
+    model.defers_sync = keeps
+    for block in model.model.layers:
+        block.set_reshard_after_forward(not keeps, recurse=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(None if keeps else 1.0)
 
 
 def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device: torch.device) -> Minibatch:
@@ -152,16 +177,75 @@ def count(model: Decoder, batch: Minibatch) -> dict[str, int]:
     return {"tokens": tokens, "rows": rows, "flops": train_flops(model.config, batch.micros), "head_flops": head}
 
 
-def seconds(run: Callable, rounds: int) -> float:
-    """Median, after one that warms up."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+def seconds(run: Callable) -> float:
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def median_seconds(run: Callable, rounds: int) -> float:
+    """After one that warms up."""
+    times = [seconds(run) for _ in range(rounds + 1)]
     return statistics.median(times[1:])
+
+
+@dataclass
+class Step:
+    """A step of a case, measured again and again, in turns with others."""
+
+    case: Case
+    cfg: Config
+    batch: Minibatch
+    head_options: HeadOptions
+    model: Decoder
+    head_alone: HeadAlone
+    optimizer: Optimizer
+    times: list[float] = field(default_factory=list)
+    head_times: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def measure(self, is_warm: bool) -> None:
+        """One whole step, and one of the head alone."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        set_keeping(self.model, self.case.keeps)
+        step_seconds = seconds(self.run)
+        if torch.cuda.is_available():
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+        head_seconds = seconds(self.run_head)
+        if is_warm:
+            self.times.append(step_seconds)
+            self.head_times.append(head_seconds)
+
+    def run(self) -> None:
+        grpo.compute_gradients(self.model, self.head_options, self.batch, self.cfg)
+        clip_grad_norm(self.model, self.cfg.policy.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run_head(self) -> None:
+        grpo.compute_gradients(self.head_alone, self.head_options, self.batch, self.cfg)
+        self.head_alone.zero_grad(set_to_none=True)
+
+    def line(self, peak: float) -> dict:
+        """What was measured. peak: the GPU's FLOPs a second, or 0."""
+        work = count(self.model, self.batch)
+        pack = self.batch.micros[0]  # the layout of which the host makes once, for all forwards
+        of_pack = (pack.cu_seqlens, pack.prefix_S, len(pack.token_T), pack.token_T.device)
+        step_seconds = statistics.median(self.times)
+        head_seconds = statistics.median(self.head_times)
+        line = self.case._asdict() | {"num_packs": len(self.batch.micros)} | work
+        line["seconds"] = step_seconds
+        line["all_seconds"] = self.times
+        line["peak_GiB"] = self.peak_bytes / 2**30
+        line["head_seconds"] = head_seconds
+        line["layout_ms"] = 1e3 * median_seconds(lambda: PackLayout.of(*of_pack), 20)
+        line["tokens_per_second"] = work["tokens"] / step_seconds
+        line["utilisation"] = peak and work["flops"] / step_seconds / peak
+        line["head_utilisation"] = peak and work["head_flops"] / head_seconds / peak
+        return line
 
 
 def main() -> None:
@@ -184,42 +268,24 @@ def main() -> None:
     vocab = TOKENIZER[model.config.vocab_size]
     optimizer = build_optimizer(model, cfg.policy.optimizer)
     packing = "policy.sequence_packing"
-    for way, share_prefix, pack_tokens, defers in CASES:
-        cfg = config_of(way, f"{packing}.share_prefix={share_prefix}", f"{packing}.train_mb_tokens={pack_tokens}")
-        batch = random_batch(cfg, vocab, args.samples, ranks, device)
-        model.defers_sync = defers
-        work = count(model, batch)
-        head_options = head_of(way, model, device, pack_tokens)
-
-        def step(cfg=cfg, batch=batch, head_options=head_options) -> None:
-            grpo.compute_gradients(model, head_options, batch, cfg)
-            clip_grad_norm(model, cfg.policy.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        def step_of_head(cfg=cfg, batch=batch, head_options=head_options) -> None:
-            grpo.compute_gradients(head_alone, head_options, batch, cfg)
-            head_alone.zero_grad(set_to_none=True)
-
-        line = {"way": way, "share_prefix": share_prefix, "pack_tokens": pack_tokens, "defers_sync": defers}
-        line |= {"num_packs": len(batch.micros), "compiled": compiled} | work
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        line["seconds"] = seconds(step, args.rounds)
-        if device.type == "cuda":
-            line["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        line["head_seconds"] = seconds(step_of_head, args.rounds)
-        pack = batch.micros[0]  # the layout of which the host makes once, for all forwards
-        of_pack = (pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
-        line["layout_ms"] = 1e3 * seconds(lambda of_pack=of_pack: PackLayout.of(*of_pack), 20)
-        line["tokens_per_second"] = work["tokens"] / line["seconds"]
-        line["utilisation"] = peak and work["flops"] / line["seconds"] / peak
-        line["head_utilisation"] = peak and work["head_flops"] / line["head_seconds"] / peak
-        text = json.dumps(line | facts())
-        print(text, flush=True)
-        if args.out:
-            with args.out.open("a") as file:
-                file.write(text + "\n")
+    for group in GROUPS:
+        steps = []
+        for case in group:
+            words = (f"{packing}.share_prefix={case.share_prefix}", f"{packing}.train_mb_tokens={case.pack_tokens}")
+            cfg = config_of(case.way, *words)
+            batch = random_batch(cfg, vocab, args.samples, ranks, device)
+            head_options = head_of(case.way, model, device, case.pack_tokens)
+            steps.append(Step(case, cfg, batch, head_options, model, head_alone, optimizer))
+        for turn in range(args.rounds + 1):
+            for step in steps:
+                step.measure(is_warm=turn > 0)
+        for step in steps:
+            line = step.line(peak) | {"compiled": compiled}
+            text = json.dumps(line | facts())
+            print(text, flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(text + "\n")
     exit_process(0)
 
 
