@@ -23,8 +23,8 @@ from support.system.disk import keep_console
 from support.system.exits import die_with_parent
 
 USAGE = (
-    "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--all] [--explain]] [--gpu_memory=GiB] CONFIG.yaml "
-    "[key.sub=value ...] | --help"
+    "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--gpu=h100] [--all] [--explain]] [--gpu_memory=GiB] "
+    "CONFIG.yaml [key.sub=value ...] | --help"
 )
 
 if __name__ == "__main__":

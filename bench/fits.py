@@ -1,19 +1,20 @@
-"""What fits into which GPUs, with which keys, by the memory plan; and the seconds of a step, computed from counted
-FLOPs and bytes and from the speeds of data sheets, not measured. Prints the tables of docs/gpus.md.
+"""What fits into which GPUs, with which keys, by the memory plan; and the seconds of a step, computed, not measured
+(support/check/step_time.py). Prints the tables of docs/gpus.md.
 
     .venv/bin/python -m bench.fits
 """
 
 import json
-import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from support.check import memory_fit
-from support.check.memory_plan import GIB, Plan, count
+from support.check.memory_plan import GIB, Plan
+from support.check.step_time import GPUS as GPU_BY_WORD
+from support.check.step_time import Gpu, Step, number, phase_seconds
 from support.inputs import reader
 from support.inputs.model_config import ModelConfig
 
@@ -30,10 +31,6 @@ MODELS = {  # fields of their config.json
 }
 VOCAB = 151_669  # ids of Qwen's tokenizer
 COUNTS = (1, 2, 4, 8)
-# Shares of a data sheet's speed that are reached: matmuls as in docs/scale.md, memory and links as NVIDIA's own tests.
-MATMULS, MEMORY, LINKS = 0.35, 0.8, 0.8
-DECODE = 3e-3  # seconds of a decoding step for scheduling and sampling; assumed
-CPU_MEMORY = 100e9  # bytes a second of a host, for an optimizer that computes there; assumed
 LETTERS = {
     "policy.offload_optimizer_for_logprob": "o",
     "policy.dtensor_cfg.activation_checkpointing": "r",
@@ -49,47 +46,10 @@ LETTERS = {
 }
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """FLOPs a second in bfloat16, dense, and bytes a second: of its memory, of its link to other GPUs in one direction,
-    and to the host. From NVIDIA's data sheets."""
-
-    name: str
-    flops: float
-    memory: float
-    link: float
-    host: float
-
-
 GPUS = {
-    16: Gpu("RTX 4080", 97.5e12, 717e9, 32e9, 32e9),
-    24: Gpu("RTX 4090", 165.2e12, 1008e9, 32e9, 32e9),
-    40: Gpu("A100 40GB", 312e12, 1555e9, 300e9, 32e9),
-    48: Gpu("L40S", 362e12, 864e9, 32e9, 32e9),
-    80: Gpu("H100 SXM", 989.5e12, 3350e9, 450e9, 64e9),
-    141: Gpu("H200 SXM", 989.5e12, 4800e9, 450e9, 64e9),
+    GPU_BY_WORD[word].gib: GPU_BY_WORD[word] for word in ("rtx4080", "rtx4090", "a100_40gb", "l40s", "h100", "h200")
 }
-A6000 = Gpu("RTX A6000", 154.8e12, 768e9, 32e9, 32e9)
-
-
-@dataclass(frozen=True)
-class Step:
-    """Samples of a step on all GPUs: tokens of a prompt, tokens of a response (mean and longest), forwards that score;
-    shared: whether a prompt is computed once for its group."""
-
-    samples: int
-    prompt: float
-    response: float
-    longest: int
-    scorings: int = 1
-    group: int = 16
-    shared: bool = True
-
-    @property
-    def tokens(self) -> float:
-        return self.samples * (self.response + self.prompt / (self.group if self.shared else 1))
-
-
+A6000 = Gpu("RTX A6000", 48, 154.8e12, 768e9, 32e9, 32e9, 12.5e9 / 8)
 RECIPE = Step(512, 160, 300, 768)  # configs/math_1b.yaml on GSM8K: 32 prompts x 16 samples; lengths assumed
 
 
@@ -112,52 +72,6 @@ def fitted(plan: Plan) -> tuple[Plan, dict[str, object]] | None:
     return None if text and not fixes else (memory_fit.changed(plan, fixes), fixes)
 
 
-def seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
-    """Seconds of each phase of a step."""
-    model, policy, n = plan.model, plan.cfg.policy, plan.num_gpus
-    flops, memory, link, host = MATMULS * gpu.flops, MEMORY * gpu.memory, LINKS * gpu.link, LINKS * gpu.host
-    blocks, head, weights = count(plan.shapes, ".layers."), plan.head, count(plan.shapes)
-    tokens, length = step.tokens / n, step.prompt + step.response
-    # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
-    pairs = 4 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * length / 2
-    blocks_flops, head_flops = tokens * (2 * blocks + pairs), 2 * head * tokens
-    again = policy.dtensor_cfg.activation_checkpointing
-    part = 1 if again is True else again / model.num_hidden_layers
-    passes = 2 if plan.lora else 3  # LoRA makes no gradients of the frozen weights
-    packs = math.ceil(tokens / plan.tokens)
-    # Gathers and reduce-scatters of FSDP run beside the matmuls: the longer of the two counts.
-    gathered = (n > 1) * plan.precision * weights * packs * (n - 1) / n / link
-    summed = (n > 1) * 4 * count(plan.trained) * packs * (n - 1) / n / link
-    fetched = packs * plan.precision * weights / n / host if policy.dtensor_cfg.cpu_offload else 0
-    train = max((blocks_flops * (passes + part) + passes * head_flops) / flops, 2 * (gathered + fetched) + summed)
-    trained = count(plan.trained) / n
-    if policy.dtensor_cfg.cpu_offload:  # gradients to the host, 28 bytes for each number there, weights back
-        optimizer = (8 / host + 28 * n / CPU_MEMORY) * trained
-    else:
-        optimizer = trained * (28 / memory + (16 / host if policy.offload_optimizer_for_logprob else 0))
-    score = step.scorings * max((blocks_flops + head_flops) / flops, gathered + fetched)
-    return {
-        "generate": generation(plan, gpu, step, blocks + head),
-        "score": score,
-        "train": train + optimizer,
-        "sync": plan.engine_precision * weights * (1 / link + 1 / memory if n > 1 else 2 / memory),
-    }
-
-
-def generation(plan: Plan, gpu: Gpu, step: Step, num_weights: int) -> float:
-    """Each decoding step reads the weights, and keys and values in the cache. There are as many steps as the longest
-    response has tokens, and more where the cache does not hold all sequences at once."""
-    tensor = plan.cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    samples = step.samples / (plan.num_gpus / tensor)
-    at_once = min(samples, 1024, plan.kv_cache / plan.kv_bytes / (step.prompt + step.response))
-    # A response that ends makes room for another one: all waves but the last take as long as a mean response.
-    num_steps = step.longest + (samples / at_once - 1) * step.response
-    weights = plan.engine_precision * num_weights / tensor / (MEMORY * gpu.memory)
-    keys = samples * plan.kv_bytes * step.response * (step.prompt + step.response) / (MEMORY * gpu.memory)
-    matmuls = 2 * num_weights / tensor * samples * (step.response + step.prompt / step.group) / (MATMULS * gpu.flops)
-    return num_steps * (weights + DECODE) + keys + matmuls
-
-
 def named(fixes: dict[str, object]) -> str:
     """The keys by their letters: r22 u.55."""
     values = {
@@ -172,11 +86,7 @@ def cell(name: str, gib: int, num_gpus: int) -> str:
     if not found:
         return "-"
     plan, fixes = found
-    return f"{named(fixes)} **{number(sum(seconds(plan, GPUS[gib], RECIPE).values()))}**".strip()
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}"
+    return f"{named(fixes)} **{number(sum(phase_seconds(plan, GPUS[gib], RECIPE).values()))}**".strip()
 
 
 def rows(names: tuple[str, ...] = tuple(MODELS)[:5]) -> Iterator[list[str]]:
@@ -193,12 +103,17 @@ def published() -> Iterator[tuple[str, str, float, float]]:
         ("the same, rerun by SB Intuitions", 802, (55, 19, 40, 6)),
     ):
         step = Step(2048, 120, response, 4096, scorings=2, group=32, shared=False)
-        computed = seconds(nemo, GPUS[80], step)
+        computed = phase_seconds(nemo, GPUS[80], step)
         yield from ((title, part, theirs, computed[part]) for part, theirs in zip(computed, parts, strict=True))
         yield title, "step", {777: 122, 802: 129}[response], sum(computed.values())
-    sixteen = replace(nemo, num_gpus=16)
+    sixteen = replace(memory_fit.changed(nemo, {"cluster.num_nodes": 2}), num_gpus=16)
     step = Step(2048, 120, 1019 - 120, 4096, scorings=2, group=32, shared=False)
-    yield "NeMo RL 0.5, Megatron, Llama-3.1-8B, 16 H100", "step", 92.8, sum(seconds(sixteen, GPUS[80], step).values())
+    yield (
+        "NeMo RL 0.5, Megatron, Llama-3.1-8B, 16 H100",
+        "step",
+        92.8,
+        sum(phase_seconds(sixteen, GPUS[80], step).values()),
+    )
     for title, name, n, gpu, length, tokens_per_second in (
         ("prime-rl, Qwen3-4B, 8 H100, 64k tokens, MFU 35 %", "Qwen3-4B", 8, GPUS[80], 65_536, 28_966),
         ("prime-rl, Qwen3-0.6B, 1 H100, 16k tokens, MFU 11 %", "Qwen3-0.6B", 1, GPUS[80], 16_384, 11_896),
@@ -207,9 +122,9 @@ def published() -> Iterator[tuple[str, str, float, float]]:
         keys = {"policy.dtensor_cfg.activation_checkpointing": True, "policy.sequence_packing.train_mb_tokens": length}
         plan = memory_fit.changed(base_plan(name, n, 80, gpu), keys)
         step = Step(2 * n, 0, length, length, shared=False)
-        yield title, "train", step.tokens / tokens_per_second, seconds(plan, gpu, step)["train"]
+        yield title, "train", step.tokens / tokens_per_second, phase_seconds(plan, gpu, step)["train"]
     verl = memory_fit.changed(nemo, {"policy.dtensor_cfg.activation_checkpointing": True})
-    computed = seconds(verl, GPUS[80], Step(512, 100, 4000, 20_480, shared=False))
+    computed = phase_seconds(verl, GPUS[80], Step(512, 100, 4000, 20_480, shared=False))
     yield "verl, FSDP2, Qwen2.5-Math-7B, H20", "score / train", 88 / 286, computed["score"] / computed["train"]
 
 

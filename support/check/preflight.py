@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from config import Config, ConfigError
-from support.check import memory_fit, rules
+from support.check import memory_fit, rules, step_time
 from support.check.memory_plan import GIB, Plan
 from support.inputs import keys, resume
 from support.inputs.mixing import Cursor
@@ -120,10 +120,15 @@ def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:
     return rules.fewest_ranks(cfg), f"{size}, no fewer than {SMALL_MODEL} M"
 
 
-def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None) -> str:
+def check(
+    cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None, gpu: step_time.Gpu | None = None
+) -> str:
     """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
-    gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it."""
+    gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it. gpu: the
+    summary says how long a step takes on it."""
     cfg = _with_one_worker(cfg)
+    if gpu and gpu_bytes is None:
+        gpu_bytes = gpu.gib * GIB
     to_plan = gpu_bytes is not None and "LOCAL_WORLD_SIZE" not in os.environ  # by hand, not by train.sh: no run follows
     inputs = read_inputs(cfg, to_plan=to_plan, max_rows=None if all_rows else MAX_ROWS)
     for environment in inputs.environments.values():
@@ -153,7 +158,19 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     if problem:
         print(summary)
         raise ConfigError(problem)
-    return summary
+    if gpu:
+        step = step_time.Step.of(cfg, prompt=_mean_prompt(inputs))
+        lines.append(step_time.time_line(plan, gpu, step, num_steps))
+    lines.append(step_time.disk_line(plan))
+    return "\n".join(lines)
+
+
+def _mean_prompt(inputs: RunInputs) -> float:
+    """Mean tokens of a prompt of the training sets, of the rows that are read."""
+    lengths = []
+    for dataset in inputs.train.datasets.values():
+        lengths += [len(problem.prompt_ids) for problem in dataset.problems]
+    return sum(lengths) / len(lengths)
 
 
 def _with_one_worker(cfg: Config) -> Config:
@@ -194,6 +211,18 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
     return float(given[-1]) * GIB, others
 
 
+def gpu_by_name(argv: Sequence[str]) -> tuple[step_time.Gpu | None, list[str]]:
+    """(the GPU of the last `--gpu=h100`, or None; the other words)."""
+    flag = "--gpu="
+    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
+    others = [word for word in argv if not word.startswith(flag)]
+    if not given:
+        return None, others
+    if given[-1] not in step_time.GPUS:
+        raise ConfigError(f"{flag}{given[-1]:.80}: expected one of {', '.join(step_time.GPUS)}")
+    return step_time.GPUS[given[-1]], others
+
+
 def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
@@ -214,8 +243,9 @@ def answer(argv: Sequence[str], usage: str) -> int:
         return 0
     try:
         gpu_bytes, words = gpu_memory(argv)
+        gpu, words = gpu_by_name(words)
         cfg = parse_command_line(words, usage)
-        print(check(cfg, all_rows="--all" in words, gpu_bytes=gpu_bytes))
+        print(check(cfg, all_rows="--all" in words, gpu_bytes=gpu_bytes, gpu=gpu))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

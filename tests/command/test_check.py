@@ -97,7 +97,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     first = "memory     GiB on each of 2 GPUs{}, packs of 8,192 tokens\n  train "
     words = ["--check", "run.yaml", "cluster.gpus_per_node=2"]
     code, out, err = check(work, *words)
-    assert (code, err) == (0, "") and first.format("") in out
+    assert (code, err) == (0, "") and first.format("") in out and "\ndisk  " in out and "\ntime  " not in out
     code, out, err = check(work, *words, GRPO_DEVICE="cpu")  # as train.sh calls it
     assert (code, err) == (0, "") and "memory  " not in out
     code, out, err = check(work, *words, "--gpu_memory=80", GRPO_DEVICE="cpu")
@@ -108,6 +108,9 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *words, "--gpu_memory=2")
     assert code == 2 and first.format(" with 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
+    code, out, err = check(work, *words, "--gpu=h200")
+    assert (code, err) == (0, "") and first.format(" with 141") in out and " s a step on 2 H200 SXM (" in out
+    assert refused(work, "run.yaml", "--gpu=h1000").startswith("--gpu=h1000: expected one of ")
     assert refused(work, "run.yaml", "--gpu_memory=much") == (
         "--gpu_memory=much: expected a GPU's memory in GiB, such as --gpu_memory=80"
     )

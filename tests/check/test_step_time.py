@@ -1,0 +1,70 @@
+"""The seconds of a step and the bytes of a checkpoint, before a run: against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.fits import GPUS, RECIPE, base_plan, cell
+from support.check import memory_fit, step_time
+from support.check.step_time import (
+    Step,
+    checkpoint_bytes,
+    disk_line,
+    phase_seconds,
+    seconds_between_replicas,
+    time_line,
+)
+
+H100 = step_time.GPUS["h100"]
+# Qwen3-8B: a block has 192,946,432 weights, embedding and head have 622,329,856 each.
+BLOCKS, HEAD, WEIGHTS = 6_946_071_552, 622_329_856, 8_190_735_360
+
+
+@pytest.fixture
+def plan():
+    """configs/math_1b.yaml with Qwen3-8B on eight H100."""
+    return base_plan("Qwen3-8B", 8, 80, GPUS[80])
+
+
+def test_a_step_worked_out_by_hand(plan):
+    """19,840 tokens on each GPU: of 64 samples, 300 of the response and 10 as a sixteenth of the prompt."""
+    assert Step.of(plan.cfg, 160) == RECIPE
+    flops, memory, link = 0.35 * 989.5e12, 0.8 * 3350e9, 0.8 * 450e9
+    attention = 4 * 32 * 128 * 36 * 460 / 2  # of a token
+    blocks, head = 19_840 * (2 * BLOCKS + attention), 19_840 * 2 * HEAD
+    decoding = 768 * (2 * (BLOCKS + HEAD) / memory + 0.003)
+    cache = 64 * 147_456 * 300 * 460 / memory
+    expected = {
+        "generate": decoding + cache + 2 * (BLOCKS + HEAD) * 64 * 310 / flops,  # 7.99
+        "score": (blocks + head) / flops,  # 0.87
+        "train": 3 * (blocks + head) / flops + 28 * WEIGHTS / 8 / memory,  # 2.64
+        "sync": 2 * WEIGHTS * (1 / link + 1 / memory),  # 0.05
+    }
+    found = phase_seconds(plan, H100, RECIPE)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert sum(found.values()) == pytest.approx(11.557, abs=1e-3) and cell("Qwen3-8B", 80, 8) == "**12**"
+    assert time_line(plan, H100, RECIPE, 1000).startswith(
+        "time       12 s a step on 8 H100 SXM (generate 8.0, score 0.87"
+    )
+    assert "3.2 h for 1,000 steps" in time_line(plan, H100, RECIPE, 1000)
+
+
+def test_two_nodes_send_over_the_network(plan):
+    """Eight cards of 50 GB/s are slower than the link; a replica for each node sums over one card for each GPU."""
+    nodes = replace(memory_fit.changed(plan, {"cluster.num_nodes": 2}), num_gpus=16)
+    sync = phase_seconds(nodes, H100, RECIPE)["sync"]
+    assert sync == pytest.approx(2 * WEIGHTS * (1 / (0.8 * 400e9) + 1 / (0.8 * 3350e9)))
+    copies = memory_fit.changed(nodes, {"policy.dtensor_cfg.dp_replicate_size": 2})
+    assert phase_seconds(copies, H100, RECIPE)["sync"] == pytest.approx(phase_seconds(plan, H100, RECIPE)["sync"])
+    assert seconds_between_replicas(copies, H100, 2) == pytest.approx(4 * WEIGHTS / 8 / (0.8 * 50e9))
+    assert " on 16 H100 SXM in 2 nodes (" in time_line(copies, H100, RECIPE, 10)
+
+
+def test_bytes_on_the_disk(plan):
+    """Weights and two moments in float32; the KL's reference is saved, too, in bfloat16."""
+    assert checkpoint_bytes(plan) == (12 + 2) * WEIGHTS
+    without = memory_fit.changed(plan, {"loss_fn.reference_policy_kl_penalty": 0.0})
+    assert checkpoint_bytes(without) == 12 * WEIGHTS
+    assert disk_line(without) == (
+        "disk       98 GB a checkpoint; 2 kept and one being written: 295 GB; the exported weights 16 GB"
+    )
