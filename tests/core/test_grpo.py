@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
-from loop import CPU, RecordingEngine, head_of, make_run, train, train_once, weights
+from fakes import FakeEngine
+from loop import CPU, head_of, make_run, train, train_once, weights
 from samples import of_version
 from tiny import VOCAB_SIZE
 from torch.distributed.fsdp import FSDPModule
@@ -122,7 +123,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, 
     assert metrics["global_valid_toks"] == sum(int(s.mask.sum()) for s in samples)
 
 
-class WakesWithNothingGathered(RecordingEngine):
+class WakesWithNothingGathered(FakeEngine):
     """An engine whose `wake` finds how many of the model's units are gathered then."""
 
     def __init__(self, units):
