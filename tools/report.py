@@ -42,8 +42,8 @@ MAX_PAGE = 9_500_000  # bytes of the file
 LIVE_SECONDS = 5.0
 METRICS_PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 PHASE = r"timing/train/(?!.*(total_step_time|_per_gpu)$).*"
-FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward advantage
-num_gen_tokens weight_version line calls""".split()
+FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward rewards unshaped_reward
+advantage num_gen_tokens weight_version line calls""".split()
 CHARTS = """train/reward train/accuracy train/loss train/grad_norm train/entropy train/logp_gap_mean
 train/mean_gen_tokens_per_sample train/truncation_rate train/ratio_clip_low_fraction+train/ratio_clip_high_fraction
 train/outcome/wrong+train/outcome/parse_fail+train/outcome/timeout+train/outcome/error train/zero_variance_fraction
@@ -128,9 +128,12 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
     try:
         for _, record in read_records(file, bad_lines):
             conversation = conversation_of(record.pop("rows", None))
+            parts = parts_text(record.pop("rewards", None))
             record = {name: for_json(value) for name, value in record.items()}
             if conversation:
                 record["calls"] = conversation
+            if parts:
+                record["rewards"] = parts
             if step is not None:
                 record.setdefault("step", step)
             if "step" in record:
@@ -140,6 +143,13 @@ def read_lines(file: Path, notes: list[str], step: int | None = None) -> Iterato
     if bad_lines:
         places = ", ".join(map(str, evenly(bad_lines, 5)))
         notes.append(f"{file.name}: {len(bad_lines)} lines are not records, and left out: {places}")
+
+
+def parts_text(rewards: Any) -> str:
+    """The parts of a sample's reward by name: "answer 0.5, format 0.1"."""
+    if not isinstance(rewards, dict):
+        return ""
+    return ", ".join(f"{name} {for_json(value)}" for name, value in rewards.items())
 
 
 def for_json(value: Any) -> Any:

@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -76,12 +77,17 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_each_part_of_a_reward_has_a_curve(tmp_path, monkeypatch):
+def test_each_part_of_a_reward_has_a_curve_and_stands_at_the_sample(tmp_path, monkeypatch):
     """TRL#5352: of the environments that name parts; the deviations and shares are found by the search."""
     prefix = "train/reward_part_by_env/my.module:Class"
     numbers = {f"{prefix}/{part}/{key}": 0.5 for part in ("form", "right") for key in ("mean", "std", "nonzero")}
     write(tmp_path, [{"step": 1, "train/reward": 1.0, **numbers}])
+    rewards = [{"right": 1.0, "form": 0.12345678}, {"</script>": math.nan}, {"a": {"b": [1]}}, [1], "x", {}]
+    lines = [json.dumps({"step": 1, "rewards": parts}) for parts in rewards]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines) + "\n")
     data = page_of(monkeypatch, tmp_path).data
+    shown = [sample["rewards"] for sample in data["runs"][0]["samples"]]
+    assert shown == ["right 1.0, form 0.12346", "</script> NaN", "a {'b': [1]}", "", "", ""]
     assert data["charts"][-2:] == [f"{prefix}/form/mean", f"{prefix}/right/mean"]
     assert data["charts"][:-2] == report.CHARTS and numbers.keys() <= data["runs"][0]["series"].keys()
 
