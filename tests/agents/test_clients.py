@@ -40,7 +40,16 @@ PACKAGES = {  # of each environment
     "inspect": "inspect-ai openai",
     "openenv": "openenv openai",
     "verifiers": "verifiers[openenv]==0.4.0 uv",
+    "verifiers0": "verifiers==0.1.10",
+    "agents_sdk": "openai-agents",
+    "pydantic_ai": "pydantic-ai-slim[openai]",
+    "instructor": "instructor",
+    "outlines": "outlines[openai]",
+    "guidance": "guidance openai",
+    "dspy": "dspy",
+    "litellm": "litellm",
 }
+REWRITE_HISTORY = ("smolagents", "guidance", "instructor", "outlines", "dspy", "pydantic_ai", "agents_sdk", "litellm")
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +110,11 @@ def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatc
         edges = np.flatnonzero(np.diff(np.r_[False, row.mask, False])) + len(row.prompt_ids)
         trained.update((ids[:begin], ids[begin:end]) for begin, end in edges.reshape(-1, 2))
     assert trained == drawn and sum(drawn.values()) > NUM_ROLLOUTS
-    assert (len(rows) == NUM_ROLLOUTS) == (name != "smolagents")
+    assert (len(rows) == NUM_ROLLOUTS) == (name not in REWRITE_HISTORY)
     micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
     gap = max(gap_of(case, micro) for micro in micros)
     assert gap < 2e-5
     cfg = settings(policy={"max_total_sequence_length": MAX_TOKENS})
-    metrics, _ = train_once(case.policy, samples, None, cfg, case.ranks, step=4)
+    metrics, _ = train_once(case.policy, samples, None, cfg, case.ranks, step=3)
     assert metrics["global_valid_toks"] == sum(row.mask.sum() for row in rows)
     print(f"{name}: {sum(drawn.values())} replies, {len(rows)} rows, gap {float(gap):.1e}")
