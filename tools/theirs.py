@@ -14,7 +14,7 @@ from support.inputs import yaml_text
 from support.inputs.files import parse_json, read_text
 from support.inputs.keys import text_of
 from tools import theirs_python, theirs_shell
-from tools.theirs_python import Unread, Values
+from tools.python_values import Unread, Values
 
 MAX_LENGTH = 400_000  # characters of a file
 MAX_DEPTH = 30  # interpolations within each other
