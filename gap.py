@@ -27,7 +27,7 @@ from torch import Tensor
 from attention import PackLayout
 from config import Config, GRPOConfig
 from engine import Completion, SamplingOptions
-from head import HeadOptions, response_logps
+from head import HeadOptions, PolicyLoss, response_logps
 from loss import Metrics, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
@@ -104,9 +104,11 @@ def loss_and_gap(
     newest_R: Tensor | None,
     old_logp_R: Tensor | None,
     with_metrics: bool = True,
+    policy_loss: PolicyLoss = policy_loss,
     **loss_inputs,
 ) -> tuple[Tensor, Metrics]:
-    """`loss.policy_loss` with the gap of the pack among its metrics. newest_R: of `newest_tokens`."""
+    """`loss.policy_loss`, plain or compiled, with the gap of the pack among its metrics. newest_R: of
+    `newest_tokens`."""
     loss, metrics = policy_loss(logp_R, old_logp_R=old_logp_R, with_metrics=with_metrics, **loss_inputs)
     if with_metrics:
         with torch.no_grad():

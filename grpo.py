@@ -191,10 +191,15 @@ def compute_loss(
     model: Decoder, head_options: HeadOptions, micro: MicroBatch, minibatch: Minibatch, cfg: Config
 ) -> tuple[Tensor, Metrics]:
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
+
+    def count(number: float) -> Tensor:
+        return torch.full((), number, device=micro.adv_R.device)
+
     loss_of = partial(  # the output layer adds logp_R and entropy_R
         loss_and_gap,
         micro=micro,
         newest_R=newest_tokens(micro, minibatch.version, cfg.grpo),
+        policy_loss=head_options.policy_loss,
         old_logp_R=micro.old_logp_R,
         sampler_logp_R=micro.sampler_logp_R,
         adv_R=micro.adv_R,
@@ -203,9 +208,9 @@ def compute_loss(
         share_R=micro.share_R,
         ref_logp_R=micro.ref_logp_R,
         positive_R=micro.reward_R > 0,
-        num_valid_tokens=minibatch.num_tokens,
-        num_valid_seqs=minibatch.num_trained_samples,
-        num_positive_tokens=minibatch.num_positive_tokens,
+        num_valid_tokens=count(minibatch.num_tokens),
+        num_valid_seqs=count(minibatch.num_trained_samples),
+        num_positive_tokens=count(minibatch.num_positive_tokens),
         cfg=cfg.loss_fn,
     )
 

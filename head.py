@@ -13,6 +13,9 @@ to come, and its derivatives at the chunk's rows are used. After the last chunk 
 loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:
 `DEVIATION`, on which `optim.judge_step` stops the run.
 
+On a GPU, `compiled_loss` has the compiler write the kernels of the loss and of its derivatives, from loss.py: a few in
+place of some 200 operations. A loss that it cannot compile runs as it is, and the start says why.
+
 No option of the loss is listed here. `choose_loss_path` probes the loss at start, so whoever edits loss.py gets the
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
 these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
@@ -35,7 +38,7 @@ from kernels.backend import KernelBackend
 from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
 from kernels.matmul import wide_dtype
-from loss import Metrics
+from loss import Metrics, policy_loss
 
 # A metric: the relative error of the derivatives that one pass used, at most MAX_DEVIATION if the loss does not couple
 # tokens; 0 with two passes.
@@ -50,6 +53,7 @@ PACK_DEPENDENCE = (
 )
 
 Result = TypeVar("Result")
+PolicyLoss = Callable[..., tuple[Tensor, Metrics]]  # `loss.policy_loss`, or what a compiler makes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class HeadOptions:
     vocab: the tokenizer's number of ids; later rows of the weight are padding. None: all rows are ids.
     sampling_filter: the softmax is over the logits that it keeps; None keeps all.
     backend: None is Triton on CUDA, PyTorch elsewhere.
+    policy_loss, loss_kernels: of `compiled_loss`.
     """
 
     temperature: float = 1.0
@@ -83,6 +88,8 @@ class HeadOptions:
     sampling_filter: SamplingFilter | None = None
     backend: KernelBackend | None = None
     path: LossPath = LossPath()
+    policy_loss: PolicyLoss = policy_loss
+    loss_kernels: str = "eager"
 
     @property
     def unfiltered(self) -> "HeadOptions":
@@ -91,7 +98,7 @@ class HeadOptions:
     def describe(self, num_columns: int) -> str:
         """For the log. num_columns: rows of the output layer's weight."""
         assert self.backend is not None
-        return f"{self.backend.describe(num_columns)}; {self.path.describe()}"
+        return f"{self.backend.describe(num_columns)}; {self.path.describe()}, {self.loss_kernels}"
 
 
 class LossOfLogps(Protocol):
@@ -258,6 +265,33 @@ def derivatives(loss_of: LossOfLogps, stats_KR: Tensor, *, with_metrics: bool) -
     return Derivatives(loss.detach(), metrics, slopes_KR, uses_entropy)
 
 
+def compiled_loss(
+    policy_loss: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
+) -> tuple[PolicyLoss, str]:
+    """policy_loss with kernels that torch.compile makes of it and of its derivatives, once for packs of any length, and
+    how many these are, for the log. policy_loss itself, and why, where it does not compile.
+
+    The counts that a call gives must be tensors: a number would be a constant of the kernels."""
+    from torch._inductor import metrics as inductor_metrics  # its seconds are for runs that compile
+
+    compiled = torch.compile(policy_loss, fullgraph=True, dynamic=True)
+    num_before = inductor_metrics.generated_kernel_count
+    pack = next(probe_packs(cfg, has_old, has_ref)).on(device)
+    try:
+        for with_metrics in (False, True):
+            derivatives(partial(compiled, **pack.arguments), pack.stats_KR, with_metrics=with_metrics)
+    except Exception as error:  # of the compiler, of whatever kind: the probes have called the loss itself before
+        reason = str(error).strip().splitlines() or [""]
+        return policy_loss, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
+
+    def call(logp_R: Tensor, **arguments) -> tuple[Tensor, Metrics]:
+        # The kernels for any length exclude lengths 0 and 1, which an empty pack has.
+        chosen = compiled if len(logp_R) > 1 else policy_loss
+        return chosen(logp_R, **arguments)
+
+    return call, f"compiled into {inductor_metrics.generated_kernel_count - num_before} kernels"
+
+
 def _deviation(used_R: Tensor, true_R: Tensor) -> Tensor:
     """Sum of |used - true| / sum of |true|. Equal infinities and NaNs count as equal: the loss is not finite then."""
     same_R = (used_R == true_R) | (used_R.isnan() & true_R.isnan())
@@ -332,6 +366,18 @@ class ProbePack:
         """logp is higher by push at the chosen tokens, entropy by |push|."""
         push_K1 = torch.tensor([[push], [abs(push)]])
         return replace(self, stats_KR=self.stats_KR + push_K1 * is_moved_R)
+
+    def on(self, device: torch.device) -> "ProbePack":
+        """As a run has it on the device: float32, and counts that are tensors."""
+        arguments = dict(self.arguments)
+        for name, value in self.arguments.items():
+            if torch.is_tensor(value) and value.is_floating_point() and name != "share_R":
+                value = value.float()
+            if isinstance(value, int):
+                value = torch.tensor(value)
+            if torch.is_tensor(value):
+                arguments[name] = value.to(device)
+        return ProbePack(self.stats_KR.float().to(device), arguments)
 
     def taken(self, row_M: Tensor) -> "ProbePack":
         """The pack of the tokens row_M. Each 24 tokens after the first count as a copy with sequences of its own."""

@@ -118,8 +118,9 @@ class _Tokens:
     def __init__(self, logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg: LossConfig):
         if old_logp_R is None or cfg.force_on_policy_ratio:
             old_logp_R = logp_R
-        shapes = [x_R.shape for x_R in (logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R)]
-        assert logp_R.dim() == 1 and len(set(shapes)) == 1, shapes
+        assert logp_R.dim() == 1, logp_R.shape
+        for x_R in (old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R):
+            assert x_R.shape == logp_R.shape, (x_R.shape, logp_R.shape)
         self.mask_R = mask_R != 0  # as the caller says
         self.counted_R = self.mask_R & sampler_logp_R.isfinite()  # in lengths, and in the caller's counts
         is_cut_R = (logp_R == -math.inf) | (old_logp_R == -math.inf)
