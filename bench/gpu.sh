@@ -97,7 +97,7 @@ fast() {
 
 our_head() {
     item "our head $1" 60 "$python" -m bench.head "${dry[@]}" --shapes "$1" --out "$out/head.jsonl" \
-        --only linear_loss "linear_loss, 512 rows" linear_logp
+        --only linear_loss "linear_loss, compiled" linear_logp
 }
 
 pretrained() {

@@ -3,7 +3,8 @@
     python -m bench.gpu_recipe --out FOLDER [--turns]     --dry: steps of the smoke recipe, on a CPU
 
 --turns: every second step, beginning with the second, gathers, sums and packs as the program did until 2026-11-28
-(`train_step.set_keeping`; packs of 8,192 tokens), and a row of recipe.jsonl says which way it went.
+(`train_step.set_way`; packs of 8,192 tokens), with the loss as it is in place of compiled kernels. A row of
+recipe.jsonl says which way it went.
 
 Needs the tokenizer of Qwen2.5 in .gpu/qwen (bench/pack_gpu.sh). The questions are made here, as long as GSM8K's. Random
 weights end hardly a reply, so each has its full 768 tokens; the reward is whether the number of characters is even.
@@ -17,6 +18,7 @@ import random
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +26,8 @@ import torch
 
 import grpo
 from bench.head import ROOT
-from bench.train_step import QWEN, set_keeping
+from bench.train_step import QWEN, set_way
+from loss import policy_loss
 from support.inputs import reader
 from support.inputs.model_config import ModelConfig
 from support.run import start
@@ -75,9 +78,12 @@ class Turns:
         self.is_old = False
 
     def run(self, run: start.Run) -> None:
+        new_options = run.head_options
+
         def sample_step(sampler, cfg, train, cursor, step, num_steps):
             self.is_old = step % 2 == 0
-            set_keeping(run.model, not self.is_old)
+            set_way(run.model, self.is_old)
+            run.head_options = replace(new_options, policy_loss=policy_loss) if self.is_old else new_options
             return self.sample_step(sampler, cfg, train, cursor, step, num_steps)
 
         def make_minibatches(samples, adv_B, cfg, ranks, device):

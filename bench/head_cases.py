@@ -14,12 +14,13 @@ from torch import Tensor
 
 from bench import peers
 from config import LossConfig
-from head import HeadOptions, LossPath, linear_loss
+from head import HeadOptions, LossPath, PolicyLoss, linear_loss
 from kernels import linear_logp
 from kernels.backend import KernelBackend
 from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss
 
+OURS_COMPILED = "linear_loss, compiled"
 BARE, NAIVE, OURS, OURS_SMALL, LOGP = "bare matmuls", "naive", "linear_loss", "linear_loss, 512 rows", "linear_logp"
 LIGER_GRPO, VERL = "Liger GRPO", "verl"
 
@@ -99,7 +100,7 @@ def oracle(x: Inputs) -> dict[str, Tensor]:
     return exact
 
 
-def ours(backend: KernelBackend) -> Callable:
+def ours(backend: KernelBackend, policy_loss: PolicyLoss = policy_loss) -> Callable:
     """`linear_loss` on the PPO-clip loss, one sequence for each advantage."""
     path = LossPath("one pass", zero_adv_has_grad=False)
 
@@ -111,14 +112,20 @@ def ours(backend: KernelBackend) -> Callable:
             return policy_loss(logp_N, entropy_R=entropy_R, **pack)
 
         seq_N = torch.arange(num_rows, device=x.old_N.device) // peers.seq_len(num_rows)
+        count = torch.full((), num_rows, device=x.old_N.device)
         pack = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N, "mask_R": torch.ones_like(x.old_N)}
-        pack |= {"seq_R": seq_N, "num_valid_tokens": num_rows, "num_valid_seqs": num_rows, "cfg": LossConfig()}
+        pack |= {"seq_R": seq_N, "num_valid_tokens": count, "num_valid_seqs": count, "cfg": LossConfig()}
         loss_of = partial(recording_loss, **pack)
         options = HeadOptions(vocab=x.vocab, backend=backend, path=path)
         loss, _ = linear_loss(x.hidden_ND, x.weight_VD, x.target_N, loss_of, options, num_grad_rows=num_rows)
         return loss, *seen
 
     return forward
+
+
+def compiled() -> PolicyLoss:
+    """As a run on a GPU has it (`head.compiled_loss`)."""
+    return torch.compile(policy_loss, fullgraph=True, dynamic=True)
 
 
 def scored(backend: KernelBackend) -> Callable:
@@ -136,6 +143,7 @@ def heads(backend: str) -> dict[str, tuple[str, Callable]]:
     """Name -> (what it computes, the function that makes it)."""
     return {
         OURS: ("GRPO", lambda: ours(KernelBackend(backend))),
+        OURS_COMPILED: ("GRPO", lambda: ours(KernelBackend(backend), compiled())),
         OURS_SMALL: ("GRPO", lambda: ours(KernelBackend(backend, 512))),
         "linear_loss, 2048 rows": ("GRPO", lambda: ours(KernelBackend(backend, 2048))),
         "linear_loss, 8192 rows": ("GRPO", lambda: ours(KernelBackend(backend, 8192))),

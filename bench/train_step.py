@@ -5,8 +5,8 @@
 Through the project's own code (model.shard, batch, grpo.compute_gradients, optim; one rank), with packs like those of
 configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, responses of 100 to 400, no reference policy.
 The cases of a group take turns, step by step: A B A B. One pass and two, as losses that couple tokens have it; larger
-packs; weights that stay gathered, with gradients that are summed once, and as it was before; prompts shared and not;
-one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
+packs; the step as it was until 2026-11-28 (`set_way`), with the loss as it is in place of compiled kernels; prompts
+shared and not; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
 the GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -39,8 +39,9 @@ import records
 from attention import PackLayout
 from bench.head import ROOT, facts
 from config import Config
-from head import HeadOptions, LossPath
+from head import HeadOptions, LossPath, compiled_loss
 from kernels.backend import choose_backend
+from loss import policy_loss
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
@@ -67,17 +68,17 @@ WAYS = {  # policy.kernel_backend and the kind of loss path
 
 
 class Case(NamedTuple):
-    """keeps: see `set_keeping`."""
+    """as_before: see `set_way`."""
 
     way: str
     share_prefix: bool = True
     pack_tokens: int = 8192
-    keeps: bool = True
+    as_before: bool = False
 
 
 GROUPS = [
     [Case("one pass", pack_tokens=16384), Case("two passes", pack_tokens=16384)],
-    [Case("one pass"), Case("two passes"), Case("one pass", keeps=False)],
+    [Case("one pass"), Case("two passes"), Case("one pass", as_before=True)],
     [Case("one pass", share_prefix=False), Case("torch")],
 ]
 
@@ -114,16 +115,16 @@ def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
     return model
 
 
-def set_keeping(model: Decoder, keeps: bool) -> None:
-    """Whether gathered weights stay and gradients are summed once, as the program has it on one rank; or as it was
-    until 2026-11-28: a block is gathered twice for each pack, and its gradient divided by 1 and copied."""
-    model.keeps_gathered = keeps
-    model.defers_sync = keeps
+def set_way(model: Decoder, as_before: bool) -> None:
+    """Gathered weights stay and gradients are summed once, as the program has it on one rank; or as it was until
+    2026-11-28: a block is gathered twice for each pack, and its gradient divided by 1 and copied."""
+    model.keeps_gathered = not as_before
+    model.defers_sync = not as_before
     for block in model.model.layers:
-        block.set_reshard_after_forward(not keeps, recurse=False)
+        block.set_reshard_after_forward(as_before, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(None if keeps else 1.0)
+            module.set_gradient_divide_factor(1.0 if as_before else None)
 
 
 def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device: torch.device) -> Minibatch:
@@ -210,7 +211,7 @@ class Step:
         """One whole step, and one of the head alone."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        set_keeping(self.model, self.case.keeps)
+        set_way(self.model, self.case.as_before)
         step_seconds = seconds(self.run)
         if torch.cuda.is_available():
             self.peak_bytes = torch.cuda.max_memory_allocated()
@@ -267,6 +268,10 @@ def main() -> None:
     head_alone = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = TOKENIZER[model.config.vocab_size]
     optimizer = build_optimizer(model, cfg.policy.optimizer)
+    loss = policy_loss
+    if compiled:
+        loss, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, has_old=False, has_ref=False)
+        print(f"loss: {kernels}", flush=True)
     packing = "policy.sequence_packing"
     for group in GROUPS:
         steps = []
@@ -275,6 +280,8 @@ def main() -> None:
             cfg = config_of(case.way, *words)
             batch = random_batch(cfg, vocab, args.samples, ranks, device)
             head_options = head_of(case.way, model, device, case.pack_tokens)
+            if not case.as_before:
+                head_options = replace(head_options, policy_loss=loss)
             steps.append(Step(case, cfg, batch, head_options, model, head_alone, optimizer))
         for turn in range(args.rounds + 1):
             for step in steps:
