@@ -8,6 +8,7 @@ Dims: B samples of a step, G samples of a group, P rewards in the baseline of a 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
         if grpo.turn_level_advantages:
             rows += _rows_of_turns(sample)
         else:
-            rows.append((sample.prompt, 0, sample.grade.reward, sample.num_loss_tokens, sample.num_loss_tokens))
+            rows.append((sample.prompt, 0, sample.grade.reward, sample.num_trained_tokens, sample.num_trained_tokens))
     prompt_B, turn_B, reward_B, num_tokens_B, sample_tokens_B = map(torch.tensor, zip(*rows, strict=True))
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
     parts = {}
@@ -120,8 +121,8 @@ def _rows_of_turns(sample: Sample) -> list[tuple[int, int, float, int, int]]:
         num_tokens |= zip(sequence.turns, sequence.turn_tokens, strict=True)
     rows = []
     for turn, reward in enumerate(sample.grade.turn_rewards):
-        num_trained = num_tokens[turn] if sample.num_loss_tokens > 0 else 0
-        rows.append((sample.prompt, turn, reward, num_trained, sample.num_loss_tokens))
+        num_trained = num_tokens[turn] if sample.num_trained_tokens > 0 else 0
+        rows.append((sample.prompt, turn, reward, num_trained, sample.num_trained_tokens))
     return rows
 
 
@@ -293,6 +294,18 @@ def rewards_differ(rewards: Iterable[float]) -> bool:
     are one sum, rounded in two orders (huggingface/trl#6681)."""
     distinct = set(np.float32([*rewards]).tolist())
     return len(distinct) > 1
+
+
+def is_mixed(group: Sequence[Sample], by_turn: bool = False) -> bool:
+    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478).
+    by_turn: within a turn."""
+    grades = [sample.grade for sample in group if sample.grade.is_valid]
+    if not by_turn:
+        return rewards_differ(grade.unshaped_reward for grade in grades)
+    for rewards in zip_longest(*(grade.turn_rewards for grade in grades)):
+        if rewards_differ(reward for reward in rewards if reward is not None):
+            return True
+    return False
 
 
 def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GRPOConfig) -> dict[str, float]:

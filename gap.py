@@ -4,11 +4,11 @@ A sampled token has two log-probabilities: the engine's, from when it drew the t
 weights they differ by rounding only. A larger gap means that one of the two computes another policy: weights that the
 sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. Training on such tokens looks healthy.
 
-The gap of a step is measured with the weights at its start. Without grpo.async_grpo these drew all its tokens; with it,
-only the tokens that they drew are measured. It is measured
+The gap of a step is measured with the newest weights, those at its start. Without grpo.async_grpo they drew all its
+tokens (`check_versions`); with it, only the tokens that they drew are measured (`newest_tokens`). It is measured
 
     in the loss            `loss_and_gap`: old_logp_R, or the first forward of the step, has these weights
-    before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R
+    before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
 
 `gap_problem` holds it to grpo.logp_gap_limit. `optim.judge_step` then discards the update, and stops the run after more
@@ -37,6 +37,10 @@ from support.system.exits import StopRun
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
 CANARY_NEW_TOKENS = 32
+LIKELY_CAUSES = (
+    "likely causes: the engine holds old weights (the sync was skipped, or does not reach a parameter, such as a tied "
+    "head), a stale prefix cache, another temperature or vocabulary on one side, or a wrong attention kernel"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,15 @@ def needs_old_logps(cfg: Config) -> bool:
     none is needed. It is where the policy moves between optimizer steps, or the gap is measured before the step
     (async_grpo), unless old_logprobs=sampler; and always for seq_logprob_error_threshold.
     """
-    per_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
-    policy_moves = cfg.policy.ppo_epochs > 1 or (cfg.policy.train_global_batch_size or per_rollout) < per_rollout
-    is_async = cfg.grpo.async_grpo.max_age > 0  # old tokens: the gap is measured before the step
-    ratio_needs_them = cfg.loss_fn.old_logprobs == "trainer" and (policy_moves or is_async)
-    return ratio_needs_them or cfg.grpo.seq_logprob_error_threshold is not None
+    if cfg.grpo.seq_logprob_error_threshold is not None:
+        return True
+    if cfg.loss_fn.old_logprobs == "sampler":
+        return False
+    num_samples_of_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
+    num_samples = cfg.policy.train_global_batch_size or num_samples_of_rollout
+    policy_moves = cfg.policy.ppo_epochs > 1 or num_samples < num_samples_of_rollout
+    has_old_tokens = cfg.grpo.async_grpo.max_age > 0  # then the gap is measured before the step
+    return policy_moves or has_old_tokens
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
@@ -126,7 +134,9 @@ def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOCo
         return None
     sums: Metrics = {}
     for micro in micros:
-        accumulate(sums, _gap_sums(micro, micro.old_logp_R, newest_tokens(micro, version, grpo)))
+        newest_R = newest_tokens(micro, version, grpo)
+        sums_of_pack = _gap_sums(micro, micro.old_logp_R, newest_R)
+        accumulate(sums, sums_of_pack)
     return Gap.of(reduce_over_ranks(sums))
 
 
@@ -156,9 +166,7 @@ def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | No
         return None
     return (
         f"sampler and trainer disagree by {gap.mean:.4f} nats per token on average (max {gap.largest:.4f}; "
-        f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); likely causes: the engine holds "
-        "old weights (sync skipped or partial), a stale prefix cache, another temperature or vocabulary on one side, "
-        "or a wrong attention kernel"
+        f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); {LIKELY_CAUSES}"
     )
 
 
@@ -201,8 +209,7 @@ def check_canary(
     if limit is not None and not gap <= limit:  # NaN is over the limit
         raise StopRun(
             f"{when}: on a fixed prompt, sampler and trainer disagree by {gap:.4f} nats per token (grpo.logp_gap_limit="
-            f"{limit}). Likely causes: the engine holds old weights (a parameter that the sync does not reach, a tied "
-            "head), a stale prefix cache, another vocabulary on one side, or a wrong attention kernel"
+            f"{limit}); {LIKELY_CAUSES}"
         )
     return gap
 

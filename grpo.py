@@ -52,7 +52,7 @@ from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
-from support.run import start, steps
+from support.run import dump, start, steps
 from support.run.validation import validate
 from support.system.exits import Interrupted, StopRun, exit_process
 from support.system.optimizer import Optimizer
@@ -74,7 +74,7 @@ def train(run: start.Run) -> None:
 
         with timer("advantage_calculation"):
             adv_B, advantage_metrics = step_advantages(samples.trained, cfg.grpo, cfg.loss_fn)
-        steps.dump_if_due(run, samples, adv_B, step)
+        dump.write_if_due(run, samples.trained, adv_B, step)
 
         with timer("data_processing"):
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)
@@ -156,11 +156,11 @@ def update(
     step_sums: Metrics = {}
     for minibatch in minibatches * cfg.policy.ppo_epochs:
         sums = compute_gradients(model, head_options, minibatch, cfg)
-        grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
         numbers = reduce_over_ranks(sums)
         gap = gap_at_start or Gap.of(numbers)
         if cfg.loss_fn.old_logprobs == "sampler":
             gap_at_start = gap  # the next optimizer step would measure it with weights that have moved
+        grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
         is_sound, num_bad_steps = judge_step(numbers, gap, grad_norm, num_bad_steps, cfg.grpo, step)
         if is_sound:
             optimizer.step()

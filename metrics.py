@@ -88,6 +88,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Nu
     the advantages see, unshaped_zero_variance_fraction by the rewards before shaping.
     """
     graded_groups = [[s.grade for s in group if s.grade.is_valid] for group in groups_of(generated)]
+    are_equal = [not rewards_differ(grade.reward for grade in group) for group in graded_groups]
+    are_equal_unshaped = [not rewards_differ(grade.unshaped_reward for grade in group) for group in graded_groups]
     metrics = {
         "reward": _mean(s.grade.reward for s in generated),
         "filtered_reward": _mean(s.grade.reward for s in trained),
@@ -96,10 +98,8 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Nu
     }
     for name in OUTCOMES[1:]:
         metrics[f"outcome/{name}"] = _mean(s.grade.outcome == name for s in generated)
-    metrics["zero_variance_fraction"] = _mean(not rewards_differ(g.reward for g in group) for group in graded_groups)
-    metrics["unshaped_zero_variance_fraction"] = _mean(
-        not rewards_differ(g.unshaped_reward for g in group) for group in graded_groups
-    )
+    metrics["zero_variance_fraction"] = _mean(are_equal)
+    metrics["unshaped_zero_variance_fraction"] = _mean(are_equal_unshaped)
     tokens_E = np.bincount([s.engine for s in generated], [s.num_gen_tokens for s in generated]).tolist()
     if len(tokens_E) > 1:
         metrics["idle_engine_fraction"] = 1 - _mean(tokens_E) / max(tokens_E)

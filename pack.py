@@ -141,7 +141,7 @@ def make_minibatches(
                 sequence.advantage = [adv[turn] for turn in sequence.turns]
     minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
-        trained = [sample for sample in samples[first : first + size] if sample.num_loss_tokens]
+        trained = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
         sequences = [sequence for sample in trained for sequence in sample.sequences]
         minibatch_shares.append(assign_to_ranks(sequences, ranks.world_size, max_tokens, share_prefix))
     needed: list[list[Sample]] = [[] for _ in range(ranks.world_size)]
@@ -198,9 +198,10 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
         minibatch.num_trained_samples = int((num_tokens_B > 0).sum())
         minibatch.version = version
         for micro, rows in zip(minibatch.micros, micro_rows, strict=True):
-            micro.share_R = on_device(shares_of_samples(rows, num_tokens_B), micro.mask_R.device)
+            share_R = shares_of_samples(rows, num_tokens_B)
             order_R, micro.num_grad_rows = gradient_order(rows, path)
             micro.reorder(order_R)
+            micro.share_R = on_device(share_R[order_R], micro.mask_R.device)
     return metrics
 
 

@@ -84,7 +84,7 @@ class Sample:
     conversation, kept after grading for a reward model alone. engine: which one drew the sample.
 
     forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
-    of the sample, and count in num_trained_tokens, weight_version, newest_version. is_led: by an agent, which got
+    of the sample, and count in num_mask_tokens, weight_version, newest_version. is_led: by an agent, which got
     num_calls replies; each is a turn. calls: what it asked for each reply of this sequence, as JSON, on the holder
     alone (support/agents/calls.py).
 
@@ -118,7 +118,7 @@ class Sample:
     messages: list[dict] = field(default_factory=list)
     engine: int = 0
     num_output_tokens: int = 0
-    num_trained_tokens: int = 0
+    num_mask_tokens: int = 0
     weight_version: int = -1  # of the first token: the oldest
     newest_version: int = -1
     forks: list["Sample"] = field(default_factory=list)
@@ -135,11 +135,11 @@ class Sample:
         if not len(self.output_ids):
             return
         self.num_output_tokens = len(self.output_ids)
-        self.num_trained_tokens = int(self.mask.sum())
+        self.num_mask_tokens = int(self.mask.sum())
         self.weight_version = int(self.versions[0])
         self.newest_version = int(self.versions.max())
         for fork in self.forks:
-            self.num_trained_tokens += fork.num_trained_tokens
+            self.num_mask_tokens += fork.num_mask_tokens
             self.weight_version = min(self.weight_version, fork.weight_version)
             self.newest_version = max(self.newest_version, fork.newest_version)
 
@@ -171,9 +171,9 @@ class Sample:
         return [self, *self.forks]
 
     @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the loss trains, forks included."""
-        return 0 if self.is_filtered else self.num_trained_tokens
+    def num_trained_tokens(self) -> int:
+        """Tokens that the loss trains, forks included: those of the mask, or none."""
+        return 0 if self.is_filtered else self.num_mask_tokens
 
     @property
     def num_gen_tokens(self) -> int:

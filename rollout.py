@@ -6,16 +6,15 @@ so all ranks make the same decisions. ahead.py draws batches before their step.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from itertools import zip_longest
 from typing import Protocol
 
 import envs
-from advantages import filter_overlong, rewards_differ, shape_rewards
+from advantages import filter_overlong, is_mixed, shape_rewards
 from config import Config
 from engine import Completion, Engine, SamplingOptions
 from records import Grade, Problem, Sample, groups_of, sample_seed
@@ -23,14 +22,15 @@ from support.graders.failures import Failures, reason_of
 from support.graders.grading import Grading, Turns
 from support.inputs.mixing import Cursor, Mixture
 from support.inputs.tokenizer import Tokenizer
-from support.system.exchange import held_here, share_samples
+from support.system.exchange import share_samples
 from support.system.exits import Interrupted, StopRun
 from support.system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
-OPENED = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # a tag that a prompt leaves open: <think>. <assistant> is a role
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
 VALIDATION = 0  # in place of the number of the step that trains a sample
+OPEN_TAG = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # <think>; but <assistant> is a role
+OPEN_TAG_TOKENS = 32  # of the end of a prompt, in which the tag is looked for
 
 
 class State(Enum):
@@ -46,8 +46,8 @@ class State(Enum):
 
 class Conversation:
     """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
-    observations from the environment (mask False, log-probability 0). step: the step at which
-    its batch is due (dynamic sampling may train it earlier), or VALIDATION."""
+    observations from the environment (mask False, log-probability 0). step: the step that trains it, or VALIDATION;
+    dynamic sampling may train it in an earlier one."""
 
     def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
@@ -85,25 +85,25 @@ class Conversation:
         """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
         ids_before = sample.token_ids
+        num_mask_tokens = sample.num_mask_tokens
         self.reply_ids = completion.ids.tolist()
         sample.add_reply(completion, self.is_trained)
         sample.turns.append(sample.num_turns)
-        sample.turn_tokens.append(sample.num_trained_tokens - sum(sample.turn_tokens))
+        sample.turn_tokens.append(sample.num_mask_tokens - num_mask_tokens)
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
-        tag = OPENED.search(tokenizer.decode(ids_before[-32:]))
-        raw_reply = tokenizer.decode(self.reply_ids, special=True) if special_tokens else ""
+        open_tag = OPEN_TAG.search(tokenizer.decode(ids_before[-OPEN_TAG_TOKENS:]))
         return envs.Turn(
-            sample.messages,
-            problem.answer,
-            sample.finish_reason,
-            self.env_state,
-            problem.fields,
+            messages=sample.messages,
+            answer=problem.answer,
+            finish_reason=sample.finish_reason,
+            state=self.env_state,
+            fields=problem.fields,
             prompt_ids=ids_before,
             completion_ids=self.reply_ids,
-            opened=tag[0] if tag else "",
             weight_version=int(completion.versions[-1]),
-            raw_reply=raw_reply,
+            opened=open_tag[0] if open_tag else "",
+            raw_reply=tokenizer.decode(self.reply_ids, special=True) if special_tokens else "",
         )
 
     def add_result(self, result: envs.StepResult, tokenizer: Tokenizer, max_total_tokens: int, max_turns: int) -> None:
@@ -118,7 +118,7 @@ class Conversation:
         grade.outcome = result.outcome
         grade.extracted = result.extracted
         self.env_state = result.state
-        self.state = State.DONE
+        self.state = State.DONE  # unless there is another turn
         if result.done or sample.finish_reason == "length":  # the environment does not answer half a reply
             return
         if sample.num_turns == max_turns:
@@ -129,9 +129,9 @@ class Conversation:
         if sample.num_tokens + len(ids) >= max_total_tokens:
             sample.finish_reason = "length"
             return
-        self.state = State.READY
         sample.add_context(ids)
         sample.messages += observation
+        self.state = State.READY
 
 
 def seed_of(conversation: Conversation) -> int:
@@ -157,13 +157,19 @@ class AgentEndpoint(Protocol):
     def shut_down(self) -> None: ...
 
 
+class RewardModel(Protocol):
+    """What the sampler needs of support.run.reward_model.RewardModel."""
+
+    def grade(self, samples: Sequence[Sample], engine: Engine) -> None: ...
+
+
 class Sampler(AbstractContextManager):
     """Draws and grades conversations. As a context manager it closes the environments if the run ended without error.
 
     max_turns: most replies in a conversation. max_error_fraction, max_crashed_fraction: the shares of a call's samples
-    that may end in these outcomes. score_conversations: RewardModel.score, where an environment asks for it. endpoint:
-    for agents; led: the conversations that they lead, by request id, those of later steps too. stop: whether to give up
-    waiting for grades.
+    that may end in these outcomes. reward_model: where an environment asks for it. endpoint: for agents. led: the
+    conversations that agents lead, by request id, also those of later steps. stop: whether to give up waiting for
+    grades.
     """
 
     def __init__(
@@ -175,7 +181,7 @@ class Sampler(AbstractContextManager):
         max_turns: int = 1,
         max_error_fraction: float = 1.0,
         max_crashed_fraction: float = 1.0,
-        score_conversations: Callable[[Sequence[list[dict]]], list[float | None]] | None = None,
+        reward_model: RewardModel | None = None,
         endpoint: AgentEndpoint | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
@@ -184,10 +190,10 @@ class Sampler(AbstractContextManager):
         self.environments = environments
         self.ranks = ranks
         self.max_turns = max_turns
-        self.score_conversations = score_conversations
+        self.reward_model = reward_model
         self.endpoint = endpoint
         self.grading = Grading(environments, stop)
-        self.failures = Failures(max_error_fraction, max_crashed_fraction)
+        self.failures = Failures(max_error_fraction, max_crashed_fraction, ranks.print_rank0)
         self.led: dict[str, Conversation] = {}
 
     def __exit__(self, kind, error, trace) -> None:
@@ -210,8 +216,8 @@ class Sampler(AbstractContextManager):
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Sample]:
-        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the step at
-        which they are due."""
+        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the one that
+        trains them, or VALIDATION."""
         conversations = self.start(prompts, num_samples, options, seed_key, step)
         return self.finish(conversations)
 
@@ -223,15 +229,17 @@ class Sampler(AbstractContextManager):
         running."""
         if step == VALIDATION:
             self.engine.preempt()
-        conversations = []
         shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
+        conversations = []
         for dp_rank, share in enumerate(shares):
-            dealt = [Conversation(problem, *place, options, seed_key, step) for problem, *place in share]
-            for number, conversation in enumerate(dealt):
+            dealt = []
+            for number, (problem, prompt, index) in enumerate(share):
+                conversation = Conversation(problem, prompt, index, options, seed_key, step)
                 sample = conversation.sample
                 sample.engine = dp_rank
                 sample.holder = dp_rank * self.ranks.tp_size + number % self.ranks.tp_size
                 sample.is_led = sample.env_name in self.grading.leading
+                dealt.append(conversation)
             if dp_rank == self.ranks.dp_rank:
                 self._begin(dealt)
             conversations += dealt
@@ -241,7 +249,7 @@ class Sampler(AbstractContextManager):
         for conversation in conversations:
             if conversation.sample.is_led:
                 self._open_rollout(conversation)
-        self._ask([conversation for conversation in conversations if conversation.state is State.READY])
+        self._ask_ready(conversations)
 
     def _open_rollout(self, conversation: Conversation) -> None:
         """Opens the endpoint for a rollout, and starts the agent."""
@@ -257,19 +265,20 @@ class Sampler(AbstractContextManager):
             "is_validation": conversation.step == VALIDATION,
             "tools": problem.tools,
         }
-        turn = envs.Turn(problem.messages, problem.answer, "stop", given, problem.fields)
+        turn = envs.Turn(problem.messages, problem.answer, "stop", state=given, fields=problem.fields)
         if self.ranks.leads_engine:
             self.grading.begin(problem.env_name, {conversation.request_id: turn})
 
-    def _ask(self, conversations: list[Conversation]) -> None:
-        """The engine starts the next reply of each conversation; all have the same options."""
-        if not conversations:
+    def _ask_ready(self, conversations: list[Conversation]) -> None:
+        """The engine starts the next reply of each conversation that is READY. All have the same options and step."""
+        ready = [conversation for conversation in conversations if conversation.state is State.READY]
+        if not ready:
             return
-        prompts = [conversation.sample.token_ids for conversation in conversations]
-        seeds = [seed_of(conversation) for conversation in conversations]
-        priority = conversations[0].step  # the oldest step first, a validation before all of them
-        request_ids = self.engine.start(prompts, seeds, conversations[0].options, priority)
-        for conversation, request_id in zip(conversations, request_ids, strict=True):
+        prompts = [conversation.sample.token_ids for conversation in ready]
+        seeds = [seed_of(conversation) for conversation in ready]
+        priority = ready[0].step  # the oldest step first, a validation before all of them
+        request_ids = self.engine.start(prompts, seeds, ready[0].options, priority)
+        for conversation, request_id in zip(ready, request_ids, strict=True):
             conversation.request_id = request_id
             conversation.state = State.DRAWING
 
@@ -280,7 +289,7 @@ class Sampler(AbstractContextManager):
         self._collect(conversations)
         samples = self._share(conversations)
         is_training = any(conversation.step != VALIDATION for conversation in conversations)
-        self._check_failures(samples, is_training)
+        self.failures.check(samples, self.grading.raised, is_training)
         return samples
 
     def _collect(self, conversations: list[Conversation]) -> None:
@@ -307,20 +316,13 @@ class Sampler(AbstractContextManager):
                 conversation.sample.messages = []  # from here on only the reward model reads them
         samples = [conversation.sample for conversation in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
-        self._score_by_model(samples)
+        if self.reward_model:
+            self.reward_model.grade(samples, self.engine)
         part_names = set()
         for environment in self.environments.values():
             part_names.update(getattr(environment, "reward_names", ()))
         share_samples(samples, sorted(part_names))
         return samples
-
-    def _check_failures(self, samples: Sequence[Sample], is_training: bool) -> None:
-        """Tells of agents that failed. Raises StopRun where too many samples failed."""
-        failed = [sample for sample in samples if sample.grade.message]
-        if failed:
-            said = f"{len(failed)} agent rollouts failed; the first: {reason_of(failed[0])}"
-            self.ranks.print_rank0(f"WARNING: {said}")
-        self.failures.check(samples, self.grading.raised, is_training)
 
     def _converse(self, conversations: list[Conversation]) -> None:
         """Runs this engine's conversations, whose first replies have started, to their end. Only the samples of
@@ -331,35 +333,40 @@ class Sampler(AbstractContextManager):
         was cut, or the next one has no room), "max_turns" (the environment was not done)."""
         for name in self.grading.leading:  # agents' deadlines leave out the time that the engine slept
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
+        parts = self._graded_together(conversations)
         while any(conversation.state is not State.DONE for conversation in conversations):
-            turns = self._collect_replies(conversations)
+            turns = self._collect_replies(parts)
             self._collect_results(conversations, turns)
-            self._ask([conversation for conversation in conversations if conversation.state is State.READY])
+            self._ask_ready(conversations)
             self._decode(conversations)
 
-    def _collect_replies(self, conversations: list[Conversation]) -> dict[str, list[Turns]]:
-        """Takes the replies that have ended. Returns what can be graded now: environment -> its turns, in parts that go
-        together."""
-        ready: dict[str, list[Turns]] = defaultdict(list)
+    def _graded_together(self, conversations: list[Conversation]) -> list[list[Conversation]]:
+        """The conversations in parts that a call of their environment must have as one: groups, where it says so."""
+        parts: dict[tuple[int, int], list[Conversation]] = defaultdict(list)
         for conversation in conversations:
-            if conversation.state is not State.DRAWING or conversation.request_id not in self.engine.unclaimed:
-                continue
-            env_name = conversation.problem.env_name
-            reply = self.engine.unclaimed.pop(conversation.request_id)
-            special_tokens = env_name in self.grading.special_tokens
-            conversation.turn = conversation.add_reply(reply, self.tokenizer, special_tokens)
-            conversation.state = State.DRAWN
-            peers = [conversation]
-            if env_name in self.grading.whole_groups:
-                peers = [
-                    peer
-                    for peer in conversations
-                    if peer.sample.prompt == conversation.sample.prompt and peer.state is not State.DONE
-                ]
-            if all(peer.state is State.DRAWN for peer in peers):
-                ready[env_name].append({peer.request_id: peer.turn for peer in peers})
-                for peer in peers:
-                    peer.state = State.GRADING
+            sample = conversation.sample
+            key = (sample.prompt, sample.index)
+            if sample.env_name in self.grading.whole_groups:
+                key = (sample.prompt, 0)
+            parts[key].append(conversation)
+        return list(parts.values())
+
+    def _collect_replies(self, parts: list[list[Conversation]]) -> dict[str, list[Turns]]:
+        """Takes the replies that have ended. Returns what can be graded now: environment -> its turns, in parts."""
+        ready: dict[str, list[Turns]] = defaultdict(list)
+        for part in parts:
+            env_name = part[0].problem.env_name
+            for conversation in part:
+                if conversation.state is State.DRAWING and conversation.request_id in self.engine.unclaimed:
+                    reply = self.engine.unclaimed.pop(conversation.request_id)
+                    special_tokens = env_name in self.grading.special_tokens
+                    conversation.turn = conversation.add_reply(reply, self.tokenizer, special_tokens)
+                    conversation.state = State.DRAWN
+            unfinished = [conversation for conversation in part if conversation.state is not State.DONE]
+            if unfinished and all(conversation.state is State.DRAWN for conversation in unfinished):
+                ready[env_name].append({conversation.request_id: conversation.turn for conversation in unfinished})
+                for conversation in unfinished:
+                    conversation.state = State.GRADING
         return ready
 
     def _collect_results(self, conversations: list[Conversation], turns: dict[str, list[Turns]]) -> None:
@@ -375,12 +382,14 @@ class Sampler(AbstractContextManager):
         results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
         for request_id, result in results.items():
             conversation = awaited[request_id]
-            if self.led.pop(request_id, None):
+            if request_id in self.led:
+                del self.led[request_id]
                 result = self.endpoint.finish(request_id, conversation.sample, result, conversation.is_trained)
             conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
 
     def _decode(self, conversations: list[Conversation]) -> None:
-        """Draws a token of each running request, if any: an agent's, or one of a later step, counts too."""
+        """Draws a token of each running request, if there are any. While all of this step's conversations are graded,
+        those of a later step go on."""
         drawing = {c.request_id: c for c in conversations if c.state is State.DRAWING}
         is_grading = any(conversation.state is State.GRADING for conversation in conversations)
         if drawing or self.led or (is_grading and not self.engine.is_idle):
@@ -397,22 +406,10 @@ class Sampler(AbstractContextManager):
         if self.endpoint:
             self.endpoint.before_step()
 
-    def _score_by_model(self, samples: Sequence[Sample]) -> None:
-        """Scores this rank's samples with the reward model. A collective; the engine sleeps meanwhile."""
-        samples = [sample for sample in held_here(samples) if sample.messages]
-        if self.score_conversations is None or not any_rank(len(samples) > 0):
-            return
-        self.engine.sleep(keep_weights=True)
-        scores = self.score_conversations([sample.messages for sample in samples])
-        for sample, score in zip(samples, scores, strict=True):
-            grade = sample.grade
-            grade.reward, grade.outcome = (0.0, "error") if score is None else (score, "ok")
-            grade.turn_rewards = [grade.reward]  # `RewardModelEnv` ends a conversation at its first reply
-        self.engine.wake("weights")
-        self.engine.wake("kv_cache")
 
-
-def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int, whole=()) -> list[list[Draw]]:
+def deal(
+    prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int, whole: Collection[str] = ()
+) -> list[list[Draw]]:
     """The samples that each engine draws, the same on all ranks. whole: env_names whose groups must be on one engine.
 
     All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: in a simulation
@@ -420,20 +417,32 @@ def deal(prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: i
     mean with 8 whole groups of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which
     also evens out prefills, but first those that must be whole.
     """
+
+    def place_in_order(numbered: tuple[int, Problem]) -> tuple[bool, int]:
+        _, problem = numbered
+        return problem.env_name not in whole, -len(problem.prompt_ids)
+
     shares: list[list[Draw]] = [[] for _ in range(num_engines)]
-    for prompt, problem in sorted(prompts, key=lambda p: (p[1].env_name not in whole, -len(p[1].prompt_ids))):
-        num_parts = min(num_samples, num_engines)
-        if problem.env_name in whole:
-            num_parts = 1
-        else:
-            # Each further engine computes the prompt again, at most at a new token's price.
-            extra_tokens = (num_parts - 1) * len(problem.prompt_ids)
-            expected_tokens = num_samples * max_new_tokens / 4  # replies of a quarter of max_new_tokens
-            if extra_tokens > expected_tokens / 4:  # then only idle engines help
-                num_parts = max(1, min(num_parts, num_engines // len(prompts)))
+    for prompt, problem in sorted(prompts, key=place_in_order):
+        num_parts = 1
+        if problem.env_name not in whole:
+            num_parts = _num_parts(problem, num_samples, num_engines, max_new_tokens, len(prompts))
         for part in range(num_parts):
-            min(shares, key=len).extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
+            least_busy = min(shares, key=len)
+            least_busy.extend((problem, prompt, index) for index in range(part, num_samples, num_parts))
     return shares
+
+
+def _num_parts(problem: Problem, num_samples: int, num_engines: int, max_new_tokens: int, num_prompts: int) -> int:
+    """Over how many engines a group is spread: over all, unless that computes a long prompt too often."""
+    most = min(num_samples, num_engines)
+    # Each further engine computes the prompt again, at most at a new token's price.
+    extra_tokens = (most - 1) * len(problem.prompt_ids)
+    expected_tokens = num_samples * max_new_tokens / 4  # replies of a quarter of max_new_tokens
+    if extra_tokens <= expected_tokens / 4:
+        return most
+    num_engines_per_prompt = num_engines // num_prompts  # the others would be idle
+    return max(1, min(most, num_engines_per_prompt))
 
 
 # ----------------------------------------------------------------------------------------------- the samples of a step
@@ -457,10 +466,9 @@ def sample_step(
     """The samples to train on, with shaped rewards and after the overlong filter; equal on all ranks.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
-    have unequal unshaped rewards; groups beyond what the step needs wait, in case that the chosen ones cannot be
-    trained, and are discarded at the end. Prompt numbers continue from batch
-    to batch, so that no two samples of a step share a seed. If no sample of the step can be trained, say because all
-    were cut, others are drawn.
+    have unequal unshaped rewards. Groups beyond what the step needs wait, in case that the chosen ones cannot be
+    trained, and are discarded at the end. If no sample of the step can be trained, say because all were cut, others are
+    drawn. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed.
 
     Raises StopRun if dynamic_sampling_max_gen_batches batches are too few; dynamic_sampling_when_exhausted=train trains
     the groups that there are instead.
@@ -468,34 +476,39 @@ def sample_step(
     grpo = cfg.grpo
     generated: list[Sample] = []
     trained: list[Sample] = []
-    groups: list[list[Sample]] = []
-    num_batches = num_skipped = num_filtered = 0
-    while not any(sample.num_loss_tokens for sample in trained):
+    waiting: list[list[Sample]] = []  # groups that the step can still choose
+    num_batches = num_skipped = num_overlong = num_missing = 0
+    while not any(sample.num_trained_tokens for sample in trained):
         if num_batches == grpo.dynamic_sampling_max_gen_batches:
-            stop = StopRun(_nothing_to_train(trained, generated, len(groups), num_batches, cfg))
+            stop = StopRun(_nothing_to_train(trained, generated, len(waiting), num_batches, cfg))
             stop.cursor = cursor
             raise stop
         batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
-        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
-        drops_equal, by_turn = grpo.use_dynamic_sampling, grpo.turn_level_advantages
-        groups += [group for group in groups_of(batch) if not drops_equal or is_mixed(group, by_turn)]
         generated += batch
         num_batches += 1
-        is_last = num_batches == grpo.dynamic_sampling_max_gen_batches
-        if len(groups) >= grpo.num_prompts_per_step or (is_last and grpo.dynamic_sampling_when_exhausted == "train"):
+        groups = groups_of(batch)
+        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
+        if grpo.use_dynamic_sampling:
+            groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
+        waiting += groups
+        is_exhausted = num_batches == grpo.dynamic_sampling_max_gen_batches
+        takes_fewer = is_exhausted and grpo.dynamic_sampling_when_exhausted == "train"
+        if len(waiting) >= grpo.num_prompts_per_step or takes_fewer:
             num_skipped += len(trained)
-            kept, groups = groups[: grpo.num_prompts_per_step], groups[grpo.num_prompts_per_step :]
-            trained = [renumbered(sample, number) for number, group in enumerate(kept) for sample in group]
-            num_filtered = filter_overlong(trained) if grpo.overlong_filtering else 0
+            chosen = waiting[: grpo.num_prompts_per_step]
+            waiting = waiting[grpo.num_prompts_per_step :]
+            num_missing = grpo.num_prompts_per_step - len(chosen)
+            trained = [renumbered(sample, number) for number, group in enumerate(chosen) for sample in group]
+            num_overlong = filter_overlong(trained) if grpo.overlong_filtering else 0
             for sample in trained:
                 if not sample.grade.is_valid:
                     sample.is_filtered = True
 
-    metrics: dict[str, float] = {"num_overlong_filtered": num_filtered, "num_skipped_samples": num_skipped}
+    metrics: dict[str, float] = {"num_overlong_filtered": num_overlong, "num_skipped_samples": num_skipped}
     if grpo.use_dynamic_sampling:
         metrics["dynamic_sampling_num_gen_batches"] = num_batches
-        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, groups))
-        metrics["dynamic_sampling_num_missing_groups"] = grpo.num_prompts_per_step - len(kept)
+        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, waiting))
+        metrics["dynamic_sampling_num_missing_groups"] = num_missing
     return StepSamples(trained, generated, cursor, metrics)
 
 
@@ -505,35 +518,32 @@ def renumbered(sample: Sample, prompt: int) -> Sample:
     return replace(sample, prompt=prompt, forks=forks)
 
 
-def is_mixed(group: Sequence[Sample], by_turn: bool = False) -> bool:
-    """Whether rewards before shaping differ: lengths alone must not keep an all-wrong group (NVIDIA-NeMo/RL#2478).
-    by_turn: within a turn."""
-    grades = [sample.grade for sample in group if sample.grade.is_valid]
-    rewards = [grade.turn_rewards if by_turn else [grade.unshaped_reward] for grade in grades]
-    return any(rewards_differ(r for r in column if r is not None) for column in zip_longest(*rewards))
-
-
 def _nothing_to_train(
-    trained: Sequence[Sample], generated: Sequence[Sample], num_kept: int, num_batches: int, cfg: Config
+    trained: Sequence[Sample], generated: Sequence[Sample], num_mixed: int, num_batches: int, cfg: Config
 ) -> str:
-    grpo, groups = cfg.grpo, groups_of(generated)
-    if trained:
-        why = f"no sample of {num_batches} batches can be trained on: in the last one "
-        if not grpo.overlong_filtering:
-            reasons = [f"; {reason_of(sample)}" for sample in trained if sample.grade.message]
-            return f"{why}all rows have loss_multiplier=0, or were not graded{''.join(reasons[:1])}"
+    """Why the batches of a step were too few, and what to do."""
+    grpo = cfg.grpo
+    if trained and grpo.overlong_filtering:
+        num_cut = sum(sample.finish_reason == "length" for sample in trained)
         return (
-            f"{why}{sum(sample.finish_reason == 'length' for sample in trained)} of {len(trained)} ran into "
-            f"policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with grpo.overlong_filtering"
-            "=true, and the others have loss_multiplier=0, or were not graded. Allow longer responses, or set "
-            "overlong_filtering=false"
+            f"no sample of {num_batches} batches can be trained on: in the last one {num_cut} of {len(trained)} ran "
+            f"into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
+            "grpo.overlong_filtering=true, and the others have loss_multiplier=0, or were not graded. Allow longer "
+            "responses, or set overlong_filtering=false"
         )
-    solved = sum(all(sample.grade.outcome == "ok" for sample in group) for group in groups)
-    failed = sum(all(sample.grade.outcome != "ok" for sample in group) for group in groups)
+    if trained:
+        reasons = [f"; {reason_of(sample)}" for sample in trained if sample.grade.message]
+        return (
+            f"no sample of {num_batches} batches can be trained on: in the last one all rows have loss_multiplier=0, "
+            f"or were not graded{''.join(reasons[:1])}"
+        )
+    groups = groups_of(generated)
+    num_solved = sum(all(sample.grade.outcome == "ok" for sample in group) for group in groups)
+    num_failed = sum(all(sample.grade.outcome != "ok" for sample in group) for group in groups)
     return (
-        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_kept} groups of unequal rewards; a "
-        f"step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {solved} groups every answer was "
-        f"right, in {failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
+        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_mixed} groups of unequal rewards; "
+        f"a step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {num_solved} groups every answer was "
+        f"right, in {num_failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
         "grpo.num_generations_per_prompt, train on problems that this model solves now and then, or set "
         "grpo.dynamic_sampling_when_exhausted=train"
     )

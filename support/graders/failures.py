@@ -1,7 +1,7 @@
 """When a run stops because of its graders and agents: too much of a step was not graded, or agents only crash."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from records import Sample
 from support.system.exits import StopRun
@@ -9,15 +9,23 @@ from support.system.ranks import gather
 
 
 class Failures:
-    """max_error_fraction, max_crashed_fraction: the shares of a step's samples that may end in these outcomes."""
+    """max_error_fraction, max_crashed_fraction: the shares of a step's samples that may end in these outcomes. warn:
+    tells the user."""
 
-    def __init__(self, max_error_fraction: float, max_crashed_fraction: float):
+    def __init__(
+        self, max_error_fraction: float, max_crashed_fraction: float, warn: Callable[[str], None] = lambda text: None
+    ):
         self.max_error_fraction = max_error_fraction
         self.max_crashed_fraction = max_crashed_fraction
+        self.warn = warn
         self.crashed_agents: set[str] = set()  # all whose rollouts crashed in their last training step
 
     def check(self, samples: Sequence[Sample], raised: Sequence[str], is_training: bool) -> None:
-        """Raises StopRun on all ranks: they have the same samples. raised: by environments of this rank."""
+        """Tells of agents that failed. Raises StopRun where too many samples failed, on all ranks: they have the same
+        samples. raised: by environments of this rank."""
+        failed = [sample for sample in samples if sample.grade.message]
+        if failed:
+            self.warn(f"WARNING: {len(failed)} agent rollouts failed; the first: {reason_of(failed[0])}")
         self._check_errors(samples, raised)
         crashed = [sample for sample in samples if sample.grade.outcome == "crashed"]
         if len(crashed) > self.max_crashed_fraction * len(samples):

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -59,6 +59,22 @@ def write_part(file: Path, write: Callable[[], None]) -> dict | str:
         return f"{file}: {error}"
 
 
+def write_folder(temporary: Path, meta: dict, writers: Mapping[Path, Callable[[], None]]) -> None:
+    """Writes the folder `step_000010` at once, through `step_000010.tmp`. writers: this rank's files. A collective.
+    Raises OSError, on all ranks, where the disk refused something; then nothing is left."""
+    try:
+        on_rank0(partial(_make_empty, temporary))
+        commit(temporary, meta, [write_part(file, write) for file, write in writers.items()])
+    except OSError:
+        on_rank0(partial(shutil.rmtree, temporary, ignore_errors=True))
+        raise
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
+    folder.mkdir(parents=True)
+
+
 def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
     """Completes `step_000010.tmp` with meta.json and renames it to `step_000010`. `parts`: what `write_part` returned
     on this rank. A collective. Raises OSError, on all ranks, where the disk refused something."""
@@ -68,8 +84,12 @@ def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:
             raise OSError(part)
         files |= part
     meta = meta | {"files": files}
-    on_rank0(lambda: _write_meta(temporary, meta))
-    on_rank0(lambda: replace_folder(temporary, temporary.with_suffix("")))  # one is there if the run went back
+    on_rank0(lambda: _publish(temporary, meta))
+
+
+def _publish(temporary: Path, meta: dict) -> None:
+    _write_meta(temporary, meta)
+    replace_folder(temporary, temporary.with_suffix(""))  # one is there if the run went back
 
 
 def _write_meta(folder: Path, meta: dict) -> None:

@@ -7,7 +7,6 @@ Writing is here and not in replay.py because the loop writes, and a replay calls
 """
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
@@ -27,41 +26,46 @@ from support.inputs.tokenizer import Tokenizer
 from support.run import checkpoint
 from support.run.start import Run
 from support.system.exchange import held_here, move_tokens
-from support.system.ranks import gather, on_rank0
+from support.system.ranks import gather
 
 # Of `Sample` -> in a rank's file, where the samples lie back to back.
 COLUMNS = {"output_ids": "output_ids_T", "mask": "mask_T", "sampler_logps": "sampler_logp_T", "versions": "version_T"}
 TOKENS = np.dtype([*zip(COLUMNS.values(), ("i4", "?", "f4", "i4"), strict=True), ("logp_T", "f4"), ("entropy_T", "f4")])
 NOT_RECORDED = (*COLUMNS, "messages", "calls", "holder", "engine", "forks", "grade", "is_filtered", "number")
+NOT_RECORDED += ("num_mask_tokens",)
 RECORDED = [field.name for field in fields(Sample) if field.name not in NOT_RECORDED]
 RECORDED_OF_GRADE = [field.name for field in fields(Grade)]
+
+
+def write_if_due(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
+    period = run.cfg.logger.dump_rollouts
+    if period and (step - 1) % period == 0:
+        with run.timer("dump_rollouts"):
+            write(run, trained, adv_B, step)
 
 
 def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
     """Writes the samples that `step` is to train to rollouts/step_000012. A disk without room costs this dump, not the
     run. A collective of all ranks that train, before the first optimizer step."""
-    ranks = run.ranks
+    rank = run.ranks.rank
     temporary = run.folder / "rollouts" / f"step_{step:06d}.tmp"
     rows = [row for sample in trained for row in sample.sequences]
-    number_of_row = {id(row): number for number, row in enumerate(rows)}
     held = held_here(rows)
-    tensors = _columns(run, held)
-    tensors["sample_S"] = torch.tensor([number_of_row[id(row)] for row in held], dtype=torch.int32)
     move_tokens([rows])  # rank 0 writes the texts of all
+    tensors = _columns(run, held)
+    number_of_row = {id(row): number for number, row in enumerate(rows)}
+    tensors["sample_S"] = torch.tensor([number_of_row[id(row)] for row in held], dtype=torch.int32)
+    tensor_file = temporary / f"rank_{rank:03d}.safetensors"
+    text_file = temporary / "samples.jsonl"
+    writers = {tensor_file: partial(save_file, tensors, tensor_file)}
+    if rank == 0:
+        writers[text_file] = partial(_write_texts, text_file, trained, adv_B, run.inputs.tokenizer)
+    meta = {"version": VERSION, "step": step, "world_size": run.ranks.world_size, "state": {}, "metric": None}
     try:
-        on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # of a run that was killed while it wrote
-        on_rank0(lambda: temporary.mkdir(parents=True))
-        file = temporary / f"rank_{ranks.rank:03d}.safetensors"
-        parts = [checkpoint.write_part(file, partial(save_file, tensors, file))]
-        if ranks.rank == 0:
-            file = temporary / "samples.jsonl"
-            parts.append(checkpoint.write_part(file, lambda: _write_texts(file, trained, adv_B, run.inputs.tokenizer)))
-        meta = {"version": VERSION, "step": step, "world_size": ranks.world_size, "state": {}, "metric": None}
-        checkpoint.commit(temporary, meta, parts)
+        checkpoint.write_folder(temporary, meta, writers)
     except OSError as error:
-        if ranks.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
+        run.ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
 
 
 def read(folder: Path) -> list[Sample]:
@@ -75,10 +79,7 @@ def read(folder: Path) -> list[Sample]:
             start = end
             end = end + num_tokens
             tokens = {name: columns[column][start:end] for name, column in COLUMNS.items()}
-            recorded = {name: records[number][name] for name in RECORDED if name in records[number]}
-            grade = Grade(**{name: records[number][name] for name in RECORDED_OF_GRADE if name in records[number]})
-            is_filtered = records[number]["num_trained_tokens"] == 0
-            rows[number] = Sample(**recorded, **tokens, grade=grade, is_filtered=is_filtered)
+            rows[number] = _row_of(records[number], tokens)
     samples: list[Sample] = []
     for number, record in enumerate(records):
         row = rows[number]
@@ -93,6 +94,14 @@ def read(folder: Path) -> list[Sample]:
     return samples
 
 
+def _row_of(record: dict, tokens: dict[str, np.ndarray]) -> Sample:
+    """The sequence of a line. A dump of an older version lacks fields, which keep their defaults."""
+    fields_of_sample = {name: record[name] for name in RECORDED if name in record}
+    fields_of_grade = {name: record[name] for name in RECORDED_OF_GRADE if name in record}
+    is_filtered = record["num_trained_tokens"] == 0
+    return Sample(**fields_of_sample, **tokens, grade=Grade(**fields_of_grade), is_filtered=is_filtered)
+
+
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:
     with file.open("w") as stream:
         for sample, adv in zip(samples, adv_B, strict=True):
@@ -100,7 +109,7 @@ def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], 
                 record = {name: getattr(row, name) for name in RECORDED}
                 for name in RECORDED_OF_GRADE:
                     record[name] = getattr(row.grade, name)
-                record["num_trained_tokens"] = row.num_loss_tokens  # 0: it is filtered out
+                record["num_trained_tokens"] = row.num_trained_tokens  # 0: it is filtered out
                 record["advantage"] = adv
                 if row is not sample:
                     record["is_fork"] = True  # of the line before that has no such key
@@ -113,39 +122,42 @@ def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], 
 def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     """The tensors of a rank's file, with log-probability and entropy of each trained token under the policy as it is,
     in nats, and NaN for the others. A collective: all ranks make as many forwards."""
+    places = _places(samples)
     lengths = [sample.num_output_tokens for sample in samples]
     tokens = np.empty(sum(lengths), TOKENS)
     for name, column in COLUMNS.items():
         tokens[column] = np.concatenate([[], *(getattr(sample, name) for sample in samples)])
-    tokens["logp_T"] = tokens["entropy_T"] = np.nan
-    model = run.model
-    policy = run.cfg.policy
-    device = run.device
-    max_tokens = policy.pack_tokens(device.type)
-    share_prefix = policy.sequence_packing.share_prefix
+    tokens["logp_T"] = np.nan
+    tokens["entropy_T"] = np.nan
+    max_tokens = run.cfg.policy.pack_tokens(run.device.type)
     scored = [sample for sample in samples if sample.mask.any()]
-    (parts,) = assign_to_ranks(scored, 1, max_tokens, share_prefix)
+    (parts,) = assign_to_ranks(scored, 1, max_tokens, run.cfg.policy.sequence_packing.share_prefix)
     packs = pack_samples(parts, max_tokens)
-    packs += [empty_pack()] * (max(1, *gather(len(packs))) - len(packs))
-    places = _places(samples, [sample for part in parts for sample in part])
+    most_packs = max(1, *gather(len(packs)))
+    packs += [empty_pack()] * (most_packs - len(packs))
+    # `Pack.source_R` counts the ids of the samples in the order in which they were packed.
+    packed = [sample for part in parts for sample in part]
+    place_of_source = np.concatenate([np.zeros(0, np.int64), *(places[id(sample)] for sample in packed)])
     for pack in packs:
-        micro = to_device(pack, device)
-        logp_R, entropy_R = response_logps(model, micro.model_inputs, micro.target_R, run.head_options)
-        tokens["logp_T"][places[pack.source_R]] = logp_R.cpu().numpy()
-        tokens["entropy_T"][places[pack.source_R]] = entropy_R.cpu().numpy()
+        micro = to_device(pack, run.device)
+        logp_R, entropy_R = response_logps(run.model, micro.model_inputs, micro.target_R, run.head_options)
+        place_R = place_of_source[pack.source_R]
+        tokens["logp_T"][place_R] = logp_R.cpu().numpy()
+        tokens["entropy_T"][place_R] = entropy_R.cpu().numpy()
     tensors = {name: torch.from_numpy(tokens[name].copy()) for name in TOKENS.names}
     tensors["num_tokens_S"] = torch.tensor(lengths, dtype=torch.int32)
     return tensors
 
 
-def _places(samples: Sequence[Sample], packed: Sequence[Sample]) -> np.ndarray:
-    """Of each output id of the packed samples, as `Pack.source_R` counts them, the place among those of all samples."""
-    place_of = {}
+def _places(samples: Sequence[Sample]) -> dict[int, np.ndarray]:
+    """id of a sample -> the places of its output ids in the columns."""
+    places = {}
     start = 0
     for sample in samples:
-        place_of[id(sample)] = np.arange(start, start + sample.num_output_tokens)
-        start += sample.num_output_tokens
-    return np.concatenate([np.zeros(0, np.int64), *(place_of[id(sample)] for sample in packed)])
+        end = start + sample.num_output_tokens
+        places[id(sample)] = np.arange(start, end)
+        start = end
+    return places
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

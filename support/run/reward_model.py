@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,9 +21,11 @@ from attention import PackLayout
 from config import Config, DataError
 from model import Decoder, load_policy
 from pack import first_fit
+from records import Sample
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
-from support.system.ranks import fsdp_mesh, gather
+from support.system.exchange import held_here
+from support.system.ranks import any_rank, fsdp_mesh, gather
 
 
 class RewardDecoder(Decoder):
@@ -39,6 +42,14 @@ class RewardDecoder(Decoder):
             return hidden_SD.float() @ self.score.weight[0].float()
 
         return super().forward(token_T, position_T, layout, pos_S, score)
+
+
+class SleepingEngine(Protocol):
+    """What the reward model needs of `engine.Engine`, in whose memory it works."""
+
+    def sleep(self, *, keep_weights: bool) -> None: ...
+
+    def wake(self, part: str) -> None: ...
 
 
 class RewardModel:
@@ -61,6 +72,25 @@ class RewardModel:
         )
         model.requires_grad_(False)
         self.model = model.to(getattr(torch, precision))
+
+    def grade(self, samples: Sequence[Sample], engine: SleepingEngine) -> None:
+        """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps
+        meanwhile, and keeps its weights."""
+        kept = [sample for sample in held_here(samples) if sample.messages]
+        if not any_rank(len(kept) > 0):
+            return
+        engine.sleep(keep_weights=True)
+        scores = self.score([sample.messages for sample in kept])
+        for sample, score in zip(kept, scores, strict=True):
+            grade = sample.grade
+            grade.outcome = "ok"
+            grade.reward = score
+            if score is None:
+                grade.outcome = "error"
+                grade.reward = 0.0
+            grade.turn_rewards = [grade.reward]  # `RewardModelEnv` ends a conversation at its first reply
+        engine.wake("weights")
+        engine.wake("kv_cache")
 
     @torch.no_grad()
     def score(self, conversations: Sequence[list[dict]]) -> list[float | None]:

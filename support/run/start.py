@@ -405,7 +405,7 @@ def build_sampler(
     def should_stop() -> bool:
         return ranks.any_rank_of_engine(stop())
 
-    score = RewardModel(*inputs.reward_model, cfg, device).score if inputs.reward_model else None
+    reward_model = RewardModel(*inputs.reward_model, cfg, device) if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
     engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
@@ -421,7 +421,7 @@ def build_sampler(
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
     may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
     kind = AheadSampler if may_start_early else Sampler
-    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, score, endpoint=endpoint, stop=stop)
+    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, stop=stop)
 
 
 def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:

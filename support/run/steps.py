@@ -1,9 +1,9 @@
-"""The work around the steps of a run: counters, dumps, due validation and checkpoints, stopping, logging.
+"""The work around the steps of a run: counters, due validation and checkpoints, stopping, logging.
 
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from rollout import StepSamples
 from support.agents.metrics import agent_metrics
 from support.hf.weights import adapter_config, save_adapter, save_hf
 from support.inputs.tokenizer import Tokenizer
-from support.run import dump
 from support.run.speed import performance_metrics
 from support.run.start import Run
 from support.system.disk import describe_os_error
@@ -36,14 +35,6 @@ def remaining_steps(run: Run) -> Iterator[int]:
         run.watchdog.step = step
         run.timer.start_step()
         yield step
-
-
-def dump_if_due(run: Run, samples: StepSamples, adv_B: Sequence[float], step: int) -> None:
-    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
-    period = run.cfg.logger.dump_rollouts
-    if period and (step - 1) % period == 0:
-        with run.timer("dump_rollouts"):
-            dump.write(run, samples.trained, adv_B, step)
 
 
 def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: Numbers) -> None:

@@ -31,22 +31,19 @@ def validate(run: Run) -> None:
         return
     run.watchdog.enter("validation")
     start = time.perf_counter()
-    values: dict[str, float] = {}
-    groups_of_modes: dict[str, list[list[Sample]]] = defaultdict(list)
+    scored: dict[str, list[list[Sample]]] = {}  # prefix of the names of its numbers -> groups
+    of_all_sets: dict[str, list[list[Sample]]] = defaultdict(list)  # NeMo RL has these alone
     has_several_sets = len(run.inputs.validation) > 1
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
-        prefix = f"validation/{mode}"
-        if has_several_sets:
-            prefix = f"validation/{name}/{mode}"
-        groups = groups_of(samples)
-        groups_of_modes[mode] += groups
-        for key, value in summarize(groups).items():
-            values[f"{prefix}/{key}"] = value
+        prefix = f"validation/{name}/{mode}" if has_several_sets else f"validation/{mode}"
+        scored[prefix] = groups_of(samples)
+        of_all_sets[f"validation/{mode}"] += scored[prefix]
         if run.log:
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
-    for mode, groups in groups_of_modes.items():  # NeMo RL has these alone: the problems of all sets together
+    values: dict[str, float] = {}
+    for prefix, groups in (*scored.items(), *of_all_sets.items()):
         for key, value in summarize(groups).items():
-            values[f"validation/{mode}/{key}"] = value
+            values[f"{prefix}/{key}"] = value
     values["timing/validation/total_validation_time"] = time.perf_counter() - start
     if run.log:
         run.log.validation(run.state.step, values)

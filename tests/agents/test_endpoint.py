@@ -64,7 +64,7 @@ def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch
     assert all(call.prompt_ids[: len(call.parent.ids)] == call.parent.ids for call in continued)
     samples = samples_of(rollouts)
     trained = [call for call in calls if call.request.train is not False]
-    assert sum(s.num_trained_tokens for s in samples) == sum(len(call.completion.ids) for call in trained)
+    assert sum(s.num_mask_tokens for s in samples) == sum(len(call.completion.ids) for call in trained)
     ids = Counter(tuple(call.completion.ids.tolist()) for call in trained)
     edges = [np.flatnonzero(np.diff(np.r_[False, s.mask, False])) for s in samples]
     runs = Counter(

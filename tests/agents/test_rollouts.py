@@ -45,11 +45,11 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     assert [(s.prompt, s.index) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
     for s in samples:
         assert s.is_led and s.grade.message == "" and s.weight_version == 3 and s.num_turns == 1
-        assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_trained_tokens > 0
+        assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_mask_tokens > 0
         turns = {}
         for row in (s, *s.forks):
             turns |= zip(row.turns, row.turn_tokens, strict=True)
-        assert sorted(turns) == list(range(s.num_calls)) and sum(turns.values()) == s.num_trained_tokens
+        assert sorted(turns) == list(range(s.num_calls)) and sum(turns.values()) == s.num_mask_tokens
         assert s.grade.turn_rewards == [s.grade.reward] * s.num_calls
     assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
     for s in samples[2:4]:
@@ -165,7 +165,7 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
         assert (s.grade.outcome, s.grade.reward) == (outcome, reward), (kind, s.grade.outcome, s.grade.message)
         assert s.grade.is_valid == is_trained and said in s.grade.message, (kind, s.grade.message)
         assert bool(s.grade.message) == (outcome != "ok"), kind
-        assert (s.num_calls > 0) == (kind != "never") and (s.num_trained_tokens > 0) == (kind != "never")
+        assert (s.num_calls > 0) == (kind != "never") and (s.num_mask_tokens > 0) == (kind != "never")
     assert samples[list(BAD).index("big prompt")].finish_reason == "length"
     assert samples[list(BAD).index("many")].num_calls == 4
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -185,7 +185,7 @@ def test_a_thousand_calls_at_once(case):
     assert time.monotonic() - begin < 30
     assert (first.grade.outcome, first.grade.reward, first.num_calls) == ("ok", 1, 4), first.grade.message
     assert (second.grade.outcome, second.grade.is_valid) == ("timeout", True) and 0 < second.num_calls <= 1001
-    assert second.num_trained_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
+    assert second.num_mask_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
     while not case.endpoint.server.inbox.empty():  # what came after the end of the rollout
         case.endpoint.before_step()
     assert not case.endpoint.running and not case.endpoint.server.futures

@@ -363,7 +363,7 @@ def test_without_turn_level_advantages_turns_change_nothing(name):
     plain = [with_grade(replace(each, turn_tokens=[], num_turns=1), turn_rewards=[]) for each in samples]
     assert (adv_B, metrics) == step_advantages(plain, grpo, LossConfig())
     graded = [each for each in samples if each.grade.is_valid]
-    numbers = zip(*((each.grade.reward, each.prompt, each.num_loss_tokens) for each in graded), strict=True)
+    numbers = zip(*((each.grade.reward, each.prompt, each.num_trained_tokens) for each in graded), strict=True)
     parts = {key: torch.tensor([each.grade.rewards[key] for each in graded]) for key in "ab"}
     want = estimate_advantages(*map(torch.tensor, numbers), grpo, parts).tolist()
     assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.grade.is_valid] == want

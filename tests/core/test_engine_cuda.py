@@ -26,6 +26,7 @@ from support.check.memory_plan import Plan
 from support.inputs.model_config import read_model_config
 from support.inputs.tokenizer import Tokenizer
 from support.run import start
+from support.run.reward_model import RewardModel
 from support.system.exits import Interrupted, StopRun
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=40)
@@ -114,15 +115,20 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
     assert all(record["timing/train/prepare_for_generation/total"] > 0 for record in records)
 
 
+def scores_by(score):
+    """A reward model without a decoder."""
+    model = object.__new__(RewardModel)
+    model.score = score
+    return model
+
+
 def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_rank):
     """Also beside what is carried, which goes on afterwards."""
     asleep = []
 
-    def score(conversations):
-        asleep.append(is_asleep("in host memory"))
-        return [0.5] * len(conversations)
-
-    sampler = Sampler(awake, Tokenizer(STARTER), {"rm": envs.RewardModelEnv()}, one_rank[0], score_conversations=score)
+    reward_model = scores_by(lambda texts: asleep.append(is_asleep("in host memory")) or [0.5] * len(texts))
+    environments = {"rm": envs.RewardModelEnv()}
+    sampler = Sampler(awake, Tokenizer(STARTER), environments, one_rank[0], reward_model=reward_model)
     rows = [(i, Problem(i, [{"role": "user", "content": "1"}], "1", "rm", PROMPTS[i])) for i in range(2)]
     request_ids = awake.start(PROMPTS, SEEDS, OPTIONS, priority=9)
     for _ in range(2):  # again with the weights that came back: no sync is needed

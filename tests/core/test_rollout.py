@@ -128,7 +128,7 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     samples, _, metrics = collect(
         config_of(1, overlong_filtering=True), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8))
     )
-    assert [s.num_loss_tokens for s in samples] == [3, 0, 3, 0] and [s.grade.reward for s in samples] == [0, 0, 1, 0]
+    assert [s.num_trained_tokens for s in samples] == [3, 0, 3, 0] and [s.grade.reward for s in samples] == [0, 0, 1, 0]
     assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
     assert metrics["mean_gen_tokens_per_sample"] == 5.5
     samples, _, metrics = collect(config_of(1), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8)))
@@ -147,13 +147,13 @@ class Ungraded(StubSampler):
 def test_what_could_not_be_graded_is_not_trained(monkeypatch):
     """NeMo-RL#431. What the policy did is trained: a timeout of its program, a reply that is no answer."""
     samples, _, metrics = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
-    assert [s.num_loss_tokens for s in samples] == [3, 3, 0, 3] * 2 and metrics["outcome/error"] == 0.25
+    assert [s.num_trained_tokens for s in samples] == [3, 3, 0, 3] * 2 and metrics["outcome/error"] == 0.25
     for outcome in ("timeout", "parse_fail", "wrong"):
         monkeypatch.setattr(
             Ungraded, "one", lambda self, *a, o=outcome: with_grade(StubSampler.one(self, *a), outcome=o)
         )
         samples, _, _ = collect(config_of(2), ROWS, 0, Ungraded(by_remainder))
-        assert [s.num_loss_tokens for s in samples] == [3] * 8
+        assert [s.num_trained_tokens for s in samples] == [3] * 8
 
 
 def test_what_could_not_be_graded_mixes_no_group():
@@ -184,7 +184,7 @@ def test_a_step_of_truncated_samples_alone_is_skipped_and_counted(dynamic):
         config_of(1, overlong_filtering=True, use_dynamic_sampling=dynamic), ROWS, 2, sampler
     )
     assert rows_of(samples) == ([8] if dynamic else [6]) and [s.prompt for s in samples] == [0] * SIZE
-    assert all(s.num_loss_tokens for s in samples) and drawn == len(sampler.calls) == (7 if dynamic else 5)
+    assert all(s.num_trained_tokens for s in samples) and drawn == len(sampler.calls) == (7 if dynamic else 5)
     assert metrics["num_skipped_samples"] == (2 if dynamic else 4) * SIZE and metrics["num_overlong_filtered"] == 0
     indices = [index for call in sampler.calls for index, _ in call]
     assert indices == list(range(drawn)), "no two samples of a step share a seed"
@@ -209,7 +209,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
             return sample
 
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
-    assert [s.num_loss_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
+    assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
     with pytest.raises(StopRun, match="all rows have loss_multiplier=0"):
         collect(config_of(2), ROWS[:2], 0, Masked(by_remainder))
 

@@ -74,8 +74,7 @@ def test_the_table_is_that_of_the_recorded_step():
     recorded = json.loads(RECORDING.read_text())
     assert differences(recorded["stages"]) == []
     files = {file for files in recorded["stages"].values() for file in files}
-    words = dict(zip(range(9, 14), ("Nine", "Ten", "Eleven", "Twelve", "Thirteen"), strict=True))
-    assert f" {len(files)} files run" in PAGE and f"{words[len(recorded['operation'])]} more files" in PAGE
+    assert f" {len(files)} files run" in PAGE and f"{len(recorded['operation'])} more files" in PAGE
 
 
 @pytest.mark.long

@@ -126,7 +126,7 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
     assert "1 of 3 conversations are over env.reward_model.max_model_len=60" in capsys.readouterr().err
 
 
-def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3):
+def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3, monkeypatch):
     """Three environments side by side, one of them the model, by which only its conversations are scored."""
     from engine import SamplingOptions  # not at the top: spawned ranks do without vLLM
     from rollout import Sampler
@@ -135,9 +135,8 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     engine.sync(full_tensors(load_policy(tiny[0], device=device, mesh=mesh), engine.dtype), 0)
     reward_model, tokenizer, seen = load(qwen3[0]), Tokenizer(tiny[0]), []
 
-    def score(conversations):
-        seen.extend(conversations)
-        return reward_model.score(conversations)
+    score = reward_model.score
+    monkeypatch.setattr(reward_model, "score", lambda texts: seen.extend(texts) or score(texts))
 
     def length(completions, bonus):
         return [len(text) + more for text, more in zip(completions, bonus, strict=True)]
@@ -147,7 +146,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     for i, env_name in enumerate(["exact", "reward_model", "f", "reward_model", "f", "exact", "reward_model"]):
         messages = [{"role": "user", "content": f"{i}?" * (40 if i == 3 else 1)}]  # number 3 is too long for the model
         rows.append(Problem(i, messages, "1", env_name, tokenizer.render(messages), {"bonus": 100 * i}))
-    sampler = Sampler(engine, tokenizer, environments, ranks, score_conversations=score)
+    sampler = Sampler(engine, tokenizer, environments, ranks, reward_model=reward_model)
     options = SamplingOptions(temperature=1.0, max_new_tokens=8)
     samples = sampler.sample(list(enumerate(rows)), 3, options, (0,))
     assert [(s.prompt, s.env_name) for s in samples] == [
@@ -158,16 +157,14 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
         reply = tokenizer.decode(s.output_ids)
         if s.env_name == "reward_model":
             scored.append([*rows[s.prompt].messages, {"role": "assistant", "content": reply}])
-            (score,) = reward_model.score(scored[-1:])
-            assert (score is None) == (s.prompt == 3) and (s.grade.outcome == "error") == (score is None)
-            assert abs(s.grade.reward - (score or 0.0)) <= 1e-5
+            (alone,) = score(scored[-1:])
+            assert (alone is None) == (s.prompt == 3) and (s.grade.outcome == "error") == (alone is None)
+            assert abs(s.grade.reward - (alone or 0.0)) <= 1e-5
         else:
             assert s.grade.reward == (len(reply) + 100 * s.prompt if s.env_name == "f" else 0.0) and s.messages == []
     assert seen == scored and len({s.grade.reward for s in samples if s.prompt == 6}) == 3
     with pytest.raises(StopRun, match=r"3 of 21 .*'reward_model': 3.*env.max_error_fraction=0.1"):
-        strict = Sampler(
-            engine, tokenizer, environments, ranks, max_error_fraction=0.1, score_conversations=reward_model.score
-        )
+        strict = Sampler(engine, tokenizer, environments, ranks, max_error_fraction=0.1, reward_model=reward_model)
         strict.sample(list(enumerate(rows)), 3, options, (0,))
 
 

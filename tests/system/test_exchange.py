@@ -158,7 +158,7 @@ def hashes_of(minibatches):
 
 def pickled(samples):
     """The same samples with all tokens on all ranks, as objects, and numbers counted from the tokens."""
-    here = [replace(s, holder=None, num_output_tokens=0, num_trained_tokens=0) for s in held_here(samples)]
+    here = [replace(s, holder=None, num_output_tokens=0, num_mask_tokens=0) for s in held_here(samples)]
     return sorted((sample for share in gather(here) for sample in share), key=lambda s: (s.prompt, s.index))
 
 
