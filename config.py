@@ -574,6 +574,10 @@ class AgentConfig(Section):
     """Function and command are started by this interpreter; null means the trainer's."""
     num_workers: int = key(16, ">= 1, <= 1000")
     """This many rollouts of the agent are under way at once; the ranks of a machine share them."""
+    max_starting: int | None = key(None, ">= 1")
+    """This many of them may have asked for nothing yet, as while their containers start; null means no limit."""
+    address: str | None = None
+    """The endpoint also listens at this address of the machine, which the agent's URL has; null: at 127.0.0.1 alone."""
     deadline_s: float = key(300.0, "> 0, <= 86400")
     """A rollout may take this many seconds, not counting the engine's sleep; then it is killed with all it started."""
     max_calls: int = key(64, ">= 1, <= 100000")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -76,6 +76,7 @@ class Worker:
         self.outbox = b""
         self.ready = False  # whether it has imported the function
         self.job: int | None = None  # the number of the job that it works on
+        self.work: Json = None  # this job
         self.num_jobs = 0
         self.deadline = time.monotonic() + START_SECONDS
 
@@ -161,6 +162,7 @@ class GraderPool:
         self.has_been_ready = False  # whether a worker has
         self.num_failed_starts = 0  # in a row
         atexit.register(self.close)
+        self.may_start: Callable[[Sequence[Json]], bool] = lambda jobs: True  # another job, beside those under way
         self.stood_still = 0.0
         self.numbers = count()
         self.waiting: deque[tuple[int, Json]] = deque()  # jobs that no worker has, by number
@@ -220,12 +222,15 @@ class GraderPool:
                 worker.kill()
                 self.workers[place] = self._start_worker()
                 continue
+            if not self.may_start([each.work for each in self.workers if each.job is not None]):
+                return
             number, job = self.waiting.popleft()
             payload = json.dumps(job).encode()
             if len(payload) > MAX_BYTES:
                 graded[number] = Graded("error", message=f"the job is larger than {MAX_BYTES >> 20} MiB")
                 continue
             worker.job = number
+            worker.work = job
             worker.outbox = payload + b"\n"
             worker.num_jobs += 1
             worker.deadline = time.monotonic() + self.deadline_s

@@ -81,12 +81,14 @@ class Rollout:
     max_calls: int
     options: Options | None = None
     priority: int = -1
+    has_asked: bool = False
     was_refused_for_room: bool = False
     calls: list[Call] = field(default_factory=list)  # under way, and ended
 
     def ask(self, number: int, request: Request, num_bytes: int, tokenizer: Tokenizer) -> list[Call]:
         """The n calls of a request of this size. Raises Refused, DataError where the template refuses the messages, and
         RecursionError where they are too deep."""
+        self.has_asked = True
         num_calls = request.n or 1
         if len(self.calls) + num_calls > self.max_calls:
             raise Refused(f"this agent has used up max_calls={self.max_calls}", 429, "rate_limit_exceeded")

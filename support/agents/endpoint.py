@@ -7,6 +7,7 @@ has ended and starts what was asked for. server.py has the thread that speaks HT
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from config import DataError
@@ -14,6 +15,7 @@ from envs import StepResult
 from records import Sample
 from support.agents.calls import Call, Completion, Options, Rollout, fill
 from support.agents.chat import Refused, Reply, completion_object
+from support.agents.environment import LOOPBACK, Agent
 from support.agents.parser import Parsed
 from support.agents.server import Asked, Gone, Server
 from support.inputs.tokenizer import Tokenizer
@@ -54,7 +56,9 @@ class Endpoint:
     """Answers the agents of this rank's engine. All ranks of an engine make the same calls: its first rank has the
     server, and tells the others what was asked."""
 
-    def __init__(self, engine: SamplingEngine, tokenizer: Tokenizer, ranks: Ranks, parse: Parser):
+    def __init__(
+        self, engine: SamplingEngine, tokenizer: Tokenizer, ranks: Ranks, parse: Parser, agents: Sequence[Agent] = ()
+    ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.ranks = ranks
@@ -63,14 +67,24 @@ class Endpoint:
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.server: Server | None = None
         if ranks.leads_engine:
-            self.server = Server(lambda key: key in self.rollouts, ranks.print_rank0)
+            addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
+            self.server = Server(lambda key: key in self.rollouts, ranks.print_rank0, [LOOPBACK, *sorted(addresses)])
+        for agent in agents:
+            if agent.max_starting is not None:
+                agent.pool.may_start = partial(self.may_start, agent.max_starting)
 
     def open(self, seed_key: tuple[int, ...], options: Options, priority: int, max_calls: int) -> tuple[str, str]:
         """A new rollout: (its key, its base URL)."""
         key = self.ranks.broadcast_from_tp_leader(lambda: secrets.token_hex(16))
         self.rollouts[key] = Rollout(seed_key, self.engine.max_total_tokens, max_calls, options, priority)
         port = self.server.port if self.server else 0  # only the first rank starts agents
-        return key, f"http://127.0.0.1:{port}/rollout/{key}/v1"
+        return key, f"http://{LOOPBACK}:{port}/rollout/{key}/v1"
+
+    def may_start(self, max_starting: int, jobs: Sequence[dict]) -> bool:
+        """Whether fewer of these rollouts have asked for nothing yet."""
+        rollouts = [self.rollouts[job["base_url"].split("/")[-2]] for job in jobs]
+        starting = [rollout for rollout in rollouts if not rollout.has_asked]
+        return len(starting) < max_starting
 
     def close(self, key: str) -> Rollout:
         """Ends a rollout: its key opens nothing any more, and the engine drops what is under way for it."""

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from judges.codec import Json
 from judges.pool import Graded
 from support.graders.environments import PoolEnvironment, pool_of, read_results
 
+LOOPBACK = "127.0.0.1"
 WORKER = Path(__file__).resolve().with_name("worker.py")
 
 
@@ -30,9 +32,18 @@ class Agent(PoolEnvironment):
         self.cfg = cfg
         self.kwargs = kwargs
         self.reward_names = cfg.reward_names
+        self.max_starting = cfg.max_starting
+        if cfg.max_starting is not None:
+            self.max_starting = max(1, cfg.max_starting // num_ranks)
         for key, program in (("python", cfg.python), ("command", cfg.command and cfg.command[0])):
             if program and not shutil.which(program):
                 raise ConfigError(f"env.agents: {cfg.name}.{key}={program}: no such program; give its path")
+        if cfg.address:
+            try:
+                socket.create_server((cfg.address, 0)).close()
+            except OSError as error:
+                fix = "give an address of this machine that the agent reaches"
+                raise ConfigError(f"env.agents: {cfg.name}.address={cfg.address}: {error}: {fix}") from error
         absent = [name for name in cfg.pass_env if name not in os.environ]
         if absent:
             fix = "set it where the run starts, or remove it here"
@@ -61,7 +72,10 @@ class Agent(PoolEnvironment):
         given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
         command = [os.path.abspath(each) if os.path.exists(each) else each for each in self.cfg.command or ()]
         program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
-        return given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
+        job = given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
+        if self.cfg.address:
+            job["base_url"] = job["base_url"].replace(LOOPBACK, self.cfg.address)
+        return job
 
     def result(self, turn: Turn, graded: Graded) -> StepResult:
         """state: call_rewards; or what went wrong, and whether the agent crashed, which the policy may have caused."""

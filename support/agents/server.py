@@ -12,7 +12,7 @@ import socket
 import threading
 import traceback
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -74,9 +74,10 @@ class Gone(NamedTuple):
 
 
 class Server:
-    """is_open: whether a key is a running rollout's. note: tells the user something once."""
+    """is_open: whether a key is a running rollout's. note: tells the user something once. addresses: to listen at, with
+    one port."""
 
-    def __init__(self, is_open: Callable[[str], bool], note: Callable[[str], None]):
+    def __init__(self, is_open: Callable[[str], bool], note: Callable[[str], None], addresses: Sequence[str]):
         self.is_open = is_open
         self.note = note
         self.inbox: queue.SimpleQueue[Asked | Gone] = queue.SimpleQueue()
@@ -97,12 +98,16 @@ class Server:
             timeout_graceful_shutdown=1,
         )
         self.uvicorn = uvicorn.Server(settings)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        # Its connections inherit this: else a body waits 40 ms for the acknowledgement of its headers.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.port = listener.getsockname()[1]
+        self.port = 0
+        listeners = []
+        for address in addresses:
+            listener = socket.create_server((address, self.port), backlog=2048)
+            # Its connections inherit this: else a body waits 40 ms for the acknowledgement of its headers.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.port = listener.getsockname()[1]
+            listeners.append(listener)
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self._run, args=(listener,), name="endpoint", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(listeners,), name="endpoint", daemon=True)
         self.thread.start()
 
     # ------------------------------------------------------------------------------------------- for the main thread
@@ -150,8 +155,8 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- in the thread
 
-    def _run(self, listener: socket.socket) -> None:
-        self.loop.run_until_complete(self.uvicorn.serve([listener]))
+    def _run(self, listeners: list[socket.socket]) -> None:
+        self.loop.run_until_complete(self.uvicorn.serve(listeners))
         self.loop.close()
 
     def _hang_up(self, path: str) -> None:

@@ -266,6 +266,8 @@ def _agent_problems(cfg: Config) -> Iterator[str]:
             yield f"{place}: set function or command, and not both"
         elif agent.command and agent.name in cfg.env.custom:
             yield f"env.custom.{agent.name}: a command's arguments belong in {place}.command"
+        elif agent.address in ("0.0.0.0", "::"):
+            yield f"{place}.address={agent.address}: an agent's URL needs one address of this machine"
         elif agent.isolation == "required" and not agent.command:
             yield f"{place}.isolation=required: only a command can be isolated; set it to none"
     if agents and cfg.policy.tokenizer.chat_template is None:

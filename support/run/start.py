@@ -417,7 +417,8 @@ def build_sampler(
 
         server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
         parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
-        endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse)
+        agents = [inputs.environments[agent.name] for agent in cfg.env.agents if agent.name in inputs.environments]
+        endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse, agents)
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
     may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
     kind = AheadSampler if may_start_early else Sampler

@@ -1,7 +1,9 @@
 """Rollouts that agents lead, over vLLM: what becomes of them in samples, in a step and when they fail."""
 
+import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -89,6 +91,26 @@ def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_pa
         assert named in str(refused.value)
     with pytest.raises(ConfigError, match=r"own.function=bad_agents:good.*unexpected keyword"):
         Agent(AgentConfig(name="own", function="bad_agents:good"), {"near": 3}, 1)
+
+
+def test_an_agent_elsewhere_and_few_that_start(case, tmp_path):
+    """At another address of this machine, which answers this agent and nobody without a key."""
+    begun = tmp_path / "times"
+    changes = {"function": "bad_agents:slow_to_start", "max_starting": 1, "address": "127.0.0.2"}
+    case.endpoint.shut_down()
+    case.endpoint = None
+    samples = sample(case, [agent("slow", **changes)], [("slow", "1+1")], num_samples=4, slow={"file": str(begun)})
+    case.endpoint = endpoint_of(case)
+    assert [s.grade.outcome for s in samples] == ["ok"] * 4
+    assert all(s.grade.extracted.startswith("http://127.0.0.2:") for s in samples)
+    times = sorted(json.loads(line) for line in begun.read_text().splitlines())
+    for one, other in itertools.pairwise(times):
+        assert other[0] >= one[1], "it starts when the one before has asked"
+    assert times[1][0] < times[0][2], "and not when it has ended"
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", case.endpoint.server.port), timeout=5)
+    with pytest.raises(ConfigError, match=r"slow.address=192.0.2.1.*address of this machine"):
+        Agent(agent("slow", function="bad_agents:good", address="192.0.2.1"), {}, 1)
 
 
 SNOOP = """

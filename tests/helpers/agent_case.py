@@ -64,8 +64,8 @@ def gap_of(case, micro):
     return (logp_R - micro.sampler_logp_R).abs().max()
 
 
-def endpoint_of(case, parse=as_calls):
-    return Endpoint(case.engine, case.tokenizer, case.ranks, parse)
+def endpoint_of(case, parse=as_calls, agents=()):
+    return Endpoint(case.engine, case.tokenizer, case.ranks, parse, agents)
 
 
 def record_draws(engine, monkeypatch):
@@ -133,8 +133,9 @@ def eight_calls(base_url, number, wait=lambda: None):
 
 
 def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, max_crashed_fraction=1.0, **kwargs):
-    """Of a problem for each input, whose agent is the one of that number."""
+    """Of a problem for each input, whose agent is the one of that number. The case's endpoint, unless it is None."""
     environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
+    endpoint = case.endpoint or endpoint_of(case, agents=[*environments.values()])
     problems = []
     for i, (name, text) in enumerate(inputs):
         messages = [{"role": "user", "content": str(text)}]
@@ -147,10 +148,12 @@ def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0
         case.ranks,
         max_error_fraction=max_error_fraction,
         max_crashed_fraction=max_crashed_fraction,
-        endpoint=case.endpoint,
+        endpoint=endpoint,
     )
     try:
         return sampler.sample(problems, num_samples, OPTIONS, key)
     finally:
+        if endpoint is not case.endpoint:
+            endpoint.shut_down()
         for environment in environments.values():
             environment.close()

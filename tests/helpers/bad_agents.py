@@ -38,6 +38,19 @@ def wrong_number_of_rewards(base_url):
     return {"reward": 1, "call_rewards": [1, 0]}
 
 
+def slow_to_start(base_url, file):
+    """Writes when it began, when it asked first, and when it ended."""
+    times = [time.time()]
+    time.sleep(0.3)
+    times.append(time.time())
+    ask(base_url)
+    time.sleep(1.0)
+    times.append(time.time())
+    with open(file, "a") as stream:
+        stream.write(json.dumps(times) + "\n")
+    return {"reward": 1, "extracted": base_url}
+
+
 def where_am_i(base_url, prefix):
     ask(base_url)
     has_torch = importlib.util.find_spec("torch") is not None
