@@ -10,6 +10,7 @@ tokens (`check_versions`); with it, only the tokens that they drew are measured 
     in the loss            `loss_and_gap`: old_logp_R, or the first forward of the step, has these weights
     before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
+    of a sequence          `mask_disagreements`, with grpo.seq_logprob_error_threshold: it is then not trained
 
 `gap_problem` holds it to grpo.logp_gap_limit. `optim.judge_step` then discards the update, and stops the run after more
 than grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
@@ -28,7 +29,7 @@ from attention import PackLayout
 from config import Config, GRPOConfig
 from engine import Completion, SamplingOptions
 from head import HeadOptions, PolicyLoss, response_logps
-from loss import Metrics, policy_loss
+from loss import Metrics, Sequences, extremes, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
@@ -154,6 +155,53 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_R
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": largest}
+
+
+def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metrics:
+    """Takes sequences out of mask_R on which sampler and trainer disagree by more than the threshold. Returns the
+    metrics of the mask, of this rank."""
+    sums: Metrics = {}
+    for micro in micros:
+        micro.mask_R, metrics = seq_logp_error_mask(
+            micro.mask_R,
+            old_logp_R=micro.old_logp_R,
+            sampler_logp_R=micro.sampler_logp_R,
+            seq_R=micro.seq_R,
+            threshold=threshold,
+            correct_R=micro.reward_R == 1,  # after scaling and shaping, with which few are exactly 1
+        )
+        accumulate(sums, metrics)
+    return sums
+
+
+def seq_logp_error_mask(
+    mask_R: Tensor, *, old_logp_R: Tensor, sampler_logp_R: Tensor, seq_R: Tensor, threshold: float, correct_R: Tensor
+) -> tuple[Tensor, Metrics]:
+    """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
+
+    Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
+    of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
+    (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
+    """
+    mask_R = mask_R != 0
+    valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -torch.inf)
+    gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
+    seqs = Sequences(seq_R, mask_R, gap_R.dtype)
+    num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)
+    error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
+    kept_R = mask_R & (error_R <= threshold)
+    metrics: Metrics = {}
+    for name, counted_R in (("seq_mult_prob_error", mask_R), ("seq_mult_prob_error_after_mask", kept_R)):
+        one_R = counted_R.to(gap_R.dtype)
+        metrics[name] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
+        metrics[f"{name}_min"], metrics[f"{name}_max"] = extremes(error_R, counted_R)
+    lost_R = (mask_R & ~kept_R).to(gap_R.dtype)
+    num_lost = seqs.sum_over_sequences(lost_R)
+    metrics["num_masked_seqs_by_logprob_error"] = num_lost
+    metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
+    num_lost_correct = seqs.sum_over_sequences(lost_R * (correct_R != 0))
+    metrics["masked_correct_pct"] = (num_lost_correct, num_lost)
+    return kept_R, metrics
 
 
 def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | None:

@@ -44,7 +44,16 @@ from torch import Tensor
 from advantages import step_advantages
 from config import Config
 from engine import sync_weights
-from gap import Gap, check_canary, check_versions, gap_before_training, loss_and_gap, needs_old_logps, newest_tokens
+from gap import (
+    Gap,
+    check_canary,
+    check_versions,
+    gap_before_training,
+    loss_and_gap,
+    mask_disagreements,
+    needs_old_logps,
+    newest_tokens,
+)
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
@@ -118,7 +127,7 @@ def compute_logprobs(
 ) -> tuple[Gap | None, Numbers]:
     """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
     needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, unless the loss is
-    to measure it, and the metrics of `finish_minibatches`."""
+    to measure it, and the metrics of `mask_disagreements`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         with model.gathered_once():
@@ -133,8 +142,9 @@ def compute_logprobs(
     newest_version = step - 1
     gap = gap_before_training(micros, newest_version, cfg.grpo)
     sums: Metrics = {}
-    for metrics in finish_minibatches(minibatches, cfg, head_options.path, newest_version):
-        accumulate(sums, metrics)
+    if cfg.grpo.seq_logprob_error_threshold is not None:
+        sums = mask_disagreements(micros, cfg.grpo.seq_logprob_error_threshold)
+    finish_minibatches(minibatches, head_options.path, newest_version)
     return gap, derived_metrics(reduce_over_ranks(sums))
 
 

@@ -130,7 +130,7 @@ class _Tokens:
         self.old_logp_R = self.where_trained(old_logp_R).detach()
         self.sampler_logp_R = self.where_trained(sampler_logp_R).detach()
         self.adv_R = torch.where(self.counted_R, adv_R.to(self.dtype), 0.0).detach()
-        self.seqs = _Sequences(seq_R, self.counted_R, self.dtype)
+        self.seqs = Sequences(seq_R, self.counted_R, self.dtype)
 
     def where_trained(self, x_R: Tensor) -> Tensor:
         """x_R where `valid_R`, else 0. Before any exp: 0 times the gradient of a masked infinity would be NaN."""
@@ -141,7 +141,7 @@ class _Tokens:
         return self.where_trained(x_R).sum(), self.valid_R.sum()
 
 
-class _Sequences:
+class Sequences:
     """Sums and means over the sequences of a pack. `counted_R` (bool): tokens that count."""
 
     def __init__(self, seq_R: Tensor, counted_R: Tensor, dtype: torch.dtype):
@@ -178,7 +178,7 @@ def _at_least_one(count: int | Tensor) -> Tensor:
     return torch.as_tensor(count).clamp(min=1)
 
 
-def _aggregation_weights(seqs: _Sequences, num_valid_tokens, num_valid_seqs, share_R, cfg: LossConfig) -> Tensor:
+def _aggregation_weights(seqs: Sequences, num_valid_tokens, num_valid_seqs, share_R, cfg: LossConfig) -> Tensor:
     """Weight of each token in the loss. Counts are over the whole optimizer step.
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * samples), the mean over samples of
@@ -450,8 +450,8 @@ def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cf
     metrics: Metrics = {name: t.mean(x_R) for name, x_R in mean_R.items()}
     metrics["kept_fraction/finite_sampler_logp"] = (t.counted_R.sum(), t.mask_R.sum())
     metrics["kept_fraction/sampling_filter"] = (t.valid_R.sum(), t.counted_R.sum())
-    metrics["probs_ratio_min"], metrics["probs_ratio_max"] = _extremes(ratio_R, t.valid_R)
-    metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = _extremes(clamped_R, t.valid_R)
+    metrics["probs_ratio_min"], metrics["probs_ratio_max"] = extremes(ratio_R, t.valid_R)
+    metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"] = extremes(clamped_R, t.valid_R)
     metrics["num_valid_samples"] = t.seqs.count
     metrics["num_nonfinite_sampler_logp"] = (t.mask_R & ~t.counted_R).sum()
     return metrics
@@ -504,37 +504,7 @@ def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg:
     return metrics
 
 
-def seq_logp_error_mask(
-    mask_R: Tensor, *, old_logp_R: Tensor, sampler_logp_R: Tensor, seq_R: Tensor, threshold: float, correct_R: Tensor
-) -> tuple[Tensor, Metrics]:
-    """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
-
-    Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
-    of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
-    """
-    mask_R = mask_R != 0
-    valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -math.inf)
-    gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
-    seqs = _Sequences(seq_R, mask_R, gap_R.dtype)
-    num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)
-    error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
-    kept_R = mask_R & (error_R <= threshold)
-    metrics: Metrics = {}
-    for name, counted_R in (("seq_mult_prob_error", mask_R), ("seq_mult_prob_error_after_mask", kept_R)):
-        one_R = counted_R.to(gap_R.dtype)
-        metrics[name] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
-        metrics[f"{name}_min"], metrics[f"{name}_max"] = _extremes(error_R, counted_R)
-    lost_R = (mask_R & ~kept_R).to(gap_R.dtype)
-    num_lost = seqs.sum_over_sequences(lost_R)
-    metrics["num_masked_seqs_by_logprob_error"] = num_lost
-    metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
-    num_lost_correct = seqs.sum_over_sequences(lost_R * (correct_R != 0))
-    metrics["masked_correct_pct"] = (num_lost_correct, num_lost)
-    return kept_R, metrics
-
-
-def _extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
+def extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum and maximum over the valid tokens; the appended infinity defines them where there are none."""
     infinity = x_R.new_full((1,), torch.inf)
     high_R = torch.where(valid_R, x_R, torch.inf)

@@ -5,7 +5,7 @@ default the whole rollout is one). A minibatch is cut into packs, the same numbe
 forward runs FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
 
     make_minibatches     samples -> parts of groups -> ranks -> packs -> micro-batches on the device
-    finish_minibatches   after the log-probabilities: what is masked, which rows come first, what is counted
+    finish_minibatches   after the log-probabilities: what is counted, which rows come first
 
 A pack of a prompt with two responses, as in docs/walkthrough.md, which has the picture of a real one:
 
@@ -30,7 +30,6 @@ from torch import Tensor
 from attention import PackLayout
 from config import Config
 from head import LossPath
-from loss import Metrics, seq_logp_error_mask
 from records import Sample, groups_of
 from support.system.exchange import move_tokens
 from support.system.ranks import Ranks, on_device
@@ -177,14 +176,9 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
 
 
 @torch.no_grad()
-def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath, version: int) -> list[Metrics]:
-    """Completes the minibatches in place, after the log-probabilities: masks sequences on which sampler and trainer
-    disagree, counts trained tokens over all ranks, and puts rows with a gradient first. A collective. version: of the
-    newest weights. Returns the metrics of the mask, for each micro-batch."""
-    metrics: list[Metrics] = []
-    if cfg.grpo.seq_logprob_error_threshold is not None:
-        for minibatch in minibatches:
-            metrics += [mask_disagreements(micro, cfg.grpo.seq_logprob_error_threshold) for micro in minibatch.micros]
+def finish_minibatches(minibatches: list[Minibatch], path: LossPath, version: int) -> None:
+    """Completes the minibatches in place, once their masks are final: counts trained tokens over all ranks, and puts
+    rows with a gradient first. A collective. version: of the newest weights."""
     rows_of_minibatches = [rows_on_host(minibatch.micros) for minibatch in minibatches]
     counts = []
     for minibatch, micro_rows in zip(minibatches, rows_of_minibatches, strict=True):
@@ -202,20 +196,6 @@ def finish_minibatches(minibatches: list[Minibatch], cfg: Config, path: LossPath
             order_R, micro.num_grad_rows = gradient_order(rows, path)
             micro.reorder(order_R)
             micro.share_R = on_device(share_R[order_R], micro.mask_R.device)
-    return metrics
-
-
-def mask_disagreements(micro: MicroBatch, threshold: float) -> Metrics:
-    """Takes sequences out of mask_R on which sampler and trainer disagree by more than the threshold."""
-    micro.mask_R, metrics = seq_logp_error_mask(
-        micro.mask_R,
-        old_logp_R=micro.old_logp_R,
-        sampler_logp_R=micro.sampler_logp_R,
-        seq_R=micro.seq_R,
-        threshold=threshold,
-        correct_R=micro.reward_R == 1,  # after scaling and shaping, with which few are exactly 1
-    )
-    return metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
     adv_B = rng.standard_normal(num_samples).tolist()
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
     path = LossPath("one pass", zero_adv_has_grad=False)
-    finish_minibatches(minibatches, cfg, path, 0)
+    finish_minibatches(minibatches, path, 0)
     return minibatches[0]
 
 

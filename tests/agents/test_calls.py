@@ -307,7 +307,7 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
     weight_VD = torch.cat(ours).T
     total = 0.0
     for minibatch in of_ranks:
-        finish_minibatches([minibatch], cfg, options.path, 0)
+        finish_minibatches([minibatch], options.path, 0)
         assert (minibatch.num_tokens, minibatch.num_trained_samples) == (num_tokens, len(expected))
         for micro in minibatch.micros:
             micro.adv_R = torch.tensor([exact[adv] for adv in micro.adv_R.tolist()])

@@ -11,7 +11,8 @@ from loop import CPU
 from loss_cases import golden_batch, reduced
 
 import config
-from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens
+from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens, seq_logp_error_mask
+from metrics import derived_metrics
 from pack import make_minibatches
 from support.system.ranks import Ranks
 
@@ -121,3 +122,52 @@ def test_the_loss_measures_where_nothing_was_measured_before(micro):
 )
 def test_the_limit(gap, num_nonfinite, limit, is_problem):
     assert bool(gap_problem(gap, num_nonfinite, limit)) == is_problem
+
+
+# ---------------------------------------------------------------- sequences whose sampler is far off
+
+
+@pytest.mark.parametrize(
+    "threshold, kept", [(math.inf, [1, 1, 1, 1, 1, 0]), (1.12, [1, 1, 1, 0, 0, 0]), (1.0, [0] * 6)]
+)
+def test_seq_logp_error_mask(threshold, kept):
+    batch = golden_batch()
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    rows["sampler_logp_R"][5] = math.nan  # masked
+    mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert mask_R.tolist() == [bool(k) for k in kept]
+    errors = [(math.exp(0.1) + math.exp(0.1) + 1) / 3, (1 + math.exp(0.3)) / 2]  # 1.070, 1.175
+    left = errors[: {5: 2, 3: 1, 0: 0}[sum(kept)]]
+    want = {
+        "seq_mult_prob_error": sum(errors) / 2,
+        "seq_mult_prob_error_min": errors[0],
+        "seq_mult_prob_error_max": errors[1],
+        "seq_mult_prob_error_after_mask": sum(left) / len(left) if left else math.nan,
+        "seq_mult_prob_error_after_mask_min": min(left, default=math.inf),
+        "seq_mult_prob_error_after_mask_max": max(left, default=-math.inf),
+        "num_masked_seqs_by_logprob_error": 2 - len(left),
+        "kept_fraction/seq_logprob_error": sum(kept) / 5,
+        "masked_correct_pct": [0.5, 1, math.nan][len(left)],
+    }
+    assert reduced(metrics) == pytest.approx(want, rel=1e-6, nan_ok=True)
+    rows["old_logp_R"][0] = -math.inf  # cut by the filter: 1.052 of the two others, and the threshold is for these
+    mask_R, of_cut = seq_logp_error_mask(**rows, threshold=1.06, correct_R=torch.ones(6))
+    assert mask_R.tolist() == [True] * 3 + [False] * 3
+    assert reduced(of_cut)["seq_mult_prob_error_min"] == pytest.approx((math.exp(0.1) + 1) / 2)
+    renamed = {"seq_mult_prob_error": "mean_seq_mult_prob_error"} | {
+        f"seq_mult_prob_error{suffix}_{kind}": f"{kind}_seq_mult_prob_error{suffix}"
+        for suffix in ("", "_after_mask")
+        for kind in ("min", "max")
+    }
+    renamed["seq_mult_prob_error_after_mask"] = "mean_seq_mult_prob_error_after_mask"
+    want = {renamed.get(name, name): value for name, value in want.items()}
+    assert derived_metrics(reduced(metrics)) == pytest.approx(want, rel=1e-6, nan_ok=True)
+
+
+def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
+    batch = golden_batch()
+    batch["sampler_logp_R"][4] = -math.inf
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05, correct_R=torch.ones(6))
+    assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
+    assert metrics["seq_mult_prob_error_min"] == 1

@@ -18,8 +18,7 @@ from small_run import ROOT, arguments, write_rows
 import grpo
 from advantages import advantage_metrics
 from config import Config, GRPOConfig, LossConfig
-from gap import loss_and_gap
-from loss import seq_logp_error_mask
+from gap import loss_and_gap, seq_logp_error_mask
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics
 from support.agents.metrics import agent_metrics
 from support.run import memory

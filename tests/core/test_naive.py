@@ -71,7 +71,7 @@ def test_its_gradient_is_the_programs(one_rank):
     model = load_policy(STARTER, device=device, mesh=mesh)
     head_options = grpo.HeadOptions(path=loss_path_of(cfg))
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(minibatches, cfg, head_options.path, 0)
+    finish_minibatches(minibatches, head_options.path, 0)
     (minibatch,) = minibatches
     assert len(minibatch.micros) > 2
     grpo.compute_gradients(model, head_options, minibatch, cfg)

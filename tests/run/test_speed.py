@@ -48,7 +48,7 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     )
     head_options = HeadOptions(path=replace(loss_path_of(cfg), kind=kind))
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
-    finish_minibatches([minibatch], cfg, head_options.path, 0)
+    finish_minibatches([minibatch], head_options.path, 0)
     return head_options, minibatch, cfg
 
 
