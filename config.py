@@ -375,6 +375,8 @@ class VllmConfig(Section):
     """The engine uses no CUDA graphs, so it starts faster and generates slower. On CPU there are none."""
     precision: Literal["bfloat16", "float32"] | None = None
     """The engine computes in this type; null means policy.precision."""
+    moe_backend: str | None = None
+    """vLLM's kernels for experts, by its name for them, such as triton or cutlass; null is triton on CUDA."""
     kvcache_gib: int = key(1, ">= 1")
     """On CPU, the key-value cache of an engine takes this many GiB."""
     http_server_serving_chat_kwargs: ChatServerConfig = ChatServerConfig()
@@ -434,7 +436,7 @@ class HFConfigOverrides(Section):
 
 class PolicyConfig(Section):
     model_name: str = "Qwen/Qwen2.5-1.5B"
-    """The policy starts from this folder or hub model: Qwen2, Qwen2.5, dense Qwen3 or Llama 3."""
+    """The policy starts from this folder or hub model; docs/families.md lists the families."""
     reference_model_name: str | None = None
     """The KL is to this teacher, a folder or hub model of the same vocabulary; null: to the initial policy."""
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -445,6 +447,8 @@ class PolicyConfig(Section):
     """The output layer runs on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
     """torch.compile fuses each block around its attention. null is true on CUDA; on CPU true is refused."""
+    freeze_moe_router: bool = True
+    """The routers of a mixture of experts keep their weights. They compute in float32 in any case."""
     deterministic_attention: bool = False
     """On CUDA the backward pass sums in a fixed order, so equal samples give bitwise equal gradients, more slowly."""
     logprob_chunk_size: int | None = key(None, ">= 1")

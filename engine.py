@@ -126,6 +126,9 @@ class Engine:
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
+        if model.num_experts and self.cuda:
+            hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
+        self.must_pack_experts = model.num_experts > 0 and not self.cuda
         self.send_head_copy = model.tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
@@ -155,7 +158,7 @@ class Engine:
         )
         self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
-        self.param_names = {part for name in engine_names for part in _unfused(name, self.fused_layers)}
+        self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
         if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
@@ -271,6 +274,8 @@ class Engine:
         Returns the bytes sent. Raises StopRun when the names are not exactly the engine's: vLLM itself would only warn.
         """
         sent: dict[str, int] = {}
+        if self.must_pack_experts:
+            self.llm.apply_model(_pack_experts_anew)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._engine_weights(weights, sent)})
         arrived = {part for name in sent for part in _unfused(name, self.fused_layers)}
         if arrived != self.param_names:
@@ -345,6 +350,32 @@ def _completion(output, spans: list[tuple[int, int]]) -> Completion:
     versions, starts = zip(*spans, strict=True)
     versions = np.repeat(np.asarray(versions, np.int32), np.diff([*starts, len(ids)]))
     return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason, versions)
+
+
+def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:
+    """Names of the engine's parameters as checkpoints have them: for the experts of a layer, which are a few tensors in
+    the engine, the three matrices of each expert."""
+    found = set()
+    modules_of_experts = set()
+    for name in names:
+        module, is_of_experts, _ = name.partition(".experts.")
+        if is_of_experts:
+            modules_of_experts.add(module)
+        else:
+            found.update(_unfused(name, fused_layers))
+    for name, _ in model.tensor_shapes():
+        module, _, _ = name.partition(".experts.")
+        if module in modules_of_experts:
+            found.add(name)
+    return found
+
+
+def _pack_experts_anew(model: torch.nn.Module) -> None:
+    """vLLM's CPU layers compute experts from packed copies, and make these only while a layer has no kernel."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _unfused(name: str, fused_layers: Mapping[str, Sequence[str]]) -> list[str]:

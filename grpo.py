@@ -194,6 +194,7 @@ def compute_gradients(model: Decoder, head_options: HeadOptions, minibatch: Mini
         loss, metrics = compute_loss(model, head_options, micro, minibatch, cfg)
         model.backward(loss, is_last=micro is minibatch.micros[-1])
         accumulate(sums, metrics)
+    accumulate(sums, model.model.expert_metrics())
     return sums
 
 

@@ -59,8 +59,10 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
     """Casts a meta-device model to `precision`, freezes it, and adds adapters to the layers that cfg names."""
+    kept = {param for router in model.model.routers for param in router.parameters()}
     for param in model.parameters():  # but no buffer: rotary frequencies need float32
-        param.data = param.data.to(precision)
+        if param not in kept:
+            param.data = param.data.to(precision)
     model.requires_grad_(False)
     for name in adapted_layers(model.config, cfg):
         frozen = model.get_submodule(name)

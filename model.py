@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import GatherRows, PackLayout, packed_attention
 from config import GRPOConfig, LoRAConfig
 from lora import add_adapters
+from loss import Metrics
 from support.hf.weights import init_adapters, load_weights, sharded_parameters
 from support.inputs.model_config import ModelConfig, NativeConfig, read_model_config
 
@@ -151,6 +152,7 @@ class Body(nn.Module):
         blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.routers = []
 
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """The final hidden states, hidden_TD."""
@@ -164,6 +166,10 @@ class Body(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """There are none."""
+
+    def expert_metrics(self) -> Metrics:
+        """There are none."""
+        return {}
 
 
 def body_of(config: ModelConfig, *, recompute: bool | int) -> nn.Module:
@@ -274,6 +280,11 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
         if not torch.is_grad_enabled() and not model.is_gathered_once:
             unit.reshard()
 
+    for router in model.model.routers:  # in float32: a rounded logit can choose another expert
+        fully_shard(router, mesh=mesh, **offload)
+        if mesh.size() > 1:
+            router.set_gradient_divide_factor(1.0)
+            router.set_force_sum_reduction_for_comms(True)
     for module in (*model.model.layers, *ends, model):
         # Head and root end the forward and begin the backward, so their weights stay gathered in between.
         stays = model.keeps_gathered or module in (model.lm_head, model)
@@ -297,6 +308,7 @@ def load_policy(
     decoder: type[Decoder] = Decoder,
     model_config: ModelConfig | None = None,
     lora: LoRAConfig | None = None,
+    freeze_moe_router: bool = True,
     seed: int = 0,
     **options,
 ) -> Decoder:
@@ -311,6 +323,9 @@ def load_policy(
         model = decoder(model_config or read_model_config(Path(folder)), **options)
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
+        if freeze_moe_router:
+            for router in model.model.routers:
+                router.requires_grad_(False)
     if mesh is None:
         assert precision == "float32" and not cpu_offload, f"{precision=}, {cpu_offload=}: these need a mesh"
     else:

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from attention import PackLayout, packed_attention
+from loss import Metrics
 from support.inputs.model_config import ModelConfig
 
 PACKED = "packed"  # our attention's name in transformers
@@ -68,8 +69,12 @@ class TransformersBody(nn.Module):
         hf_config = AutoConfig.for_model(**config.hf)
         # Not the dtype of config.json: the parameters are the master weights.
         causal = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED, dtype=torch.float32)
+        if config.num_experts:
+            causal.set_experts_implementation("grouped_mm")
         base = causal.base_model.eval()  # no dropout
         self.parts_of = [base]
+        self.num_experts = config.num_experts
+        self.counts: dict[int, Tensor] = {}  # layer -> tokens of each expert
         for name, part in base.named_children():
             self.add_module(name, part)
         self.embed_tokens.register_forward_hook(_widen)
@@ -80,7 +85,12 @@ class TransformersBody(nn.Module):
                 module.register_forward_hook(partial(_round_output, scale=scale))
             if isinstance(module, nn.LayerNorm):
                 module.forward = partial(_layer_norm, module)
+        self.routers = []
         for number, layer in enumerate(self.layers):
+            if config.has_experts(number):
+                self.routers.append(layer.mlp.gate)
+                layer.mlp.gate.register_forward_pre_hook(_widen_input)
+                layer.mlp.gate.register_forward_hook(partial(self._count, number))
             for part in (layer.self_attn, layer.mlp):
                 part.register_forward_pre_hook(_round_input, with_kwargs=True)
             if recompute is True or number < recompute:
@@ -93,6 +103,28 @@ class TransformersBody(nn.Module):
             base, input_ids=token_T[None], position_ids=position_T[None], layout=layout, use_cache=False
         )
         return out.last_hidden_state[0]
+
+    def _count(self, layer: int, router: nn.Module, args: tuple, out: tuple) -> None:
+        """Counts the tokens of each expert. No scatter: on CUDA its sums have no order."""
+        if not torch.is_grad_enabled():
+            return
+        _, _, expert_TA = out  # of a token, the A experts that it is sent to
+        number_E = torch.arange(self.num_experts, device=expert_TA.device)
+        count_E = (expert_TA.flatten()[:, None] == number_E).sum(0)
+        self.counts[layer] = self.counts.get(layer, 0) + count_E
+
+    def expert_metrics(self) -> Metrics:
+        """How evenly the routers used their experts since the last call, as means over layers: the busiest expert's
+        share of what was sent to experts (1 / E if even), and the share of experts that got no token."""
+        metrics: Metrics = {}
+        if self.counts:
+            count_LE = torch.stack(list(self.counts.values()))
+            share_LE = count_LE / count_LE.sum(1, keepdim=True)
+            num_layers = torch.tensor(len(count_LE))
+            metrics["busiest_expert_share"] = share_LE.max(1).values.sum(), num_layers
+            metrics["unused_expert_fraction"] = (count_LE == 0).float().mean(1).sum(), num_layers
+        self.counts = {}
+        return metrics
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Computes the buffers that are in no checkpoint, such as rotary frequencies, after `to_empty`. On the device
@@ -146,7 +178,7 @@ def _layer_norm(module: nn.LayerNorm, wide: Tensor) -> Tensor:
 
 def _round_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """For layers whose norm comes after: attention and MLP get the residual stream."""
-    dtype = next(module.parameters()).dtype
+    dtype = min((param.dtype for param in module.parameters()), key=lambda dtype: dtype.itemsize)  # not a router's
     if args:
         return (args[0].to(dtype), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].to(dtype)}

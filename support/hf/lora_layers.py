@@ -8,6 +8,7 @@ from config import ConfigError, LoRAConfig
 from support.inputs.model_config import ModelConfig
 
 KEY = "policy.dtensor_cfg.lora_cfg"
+ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".shared_expert_gate.weight")
 
 
 @lru_cache(maxsize=4)  # train_flops asks in each step
@@ -38,10 +39,11 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
 
 
 def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of each linear layer of the blocks."""
+    """Name -> (outputs, inputs) of each linear layer of the blocks, but for experts and routers."""
     layers = {}
     for name, shape in model.tensor_shapes():
-        if ".layers." in name and len(shape) == 2:
+        is_of_mixture = ".experts." in name or name.endswith(ROUTERS)
+        if ".layers." in name and len(shape) == 2 and not is_of_mixture:
             layers[name.removesuffix(".weight")] = shape
     return layers
 

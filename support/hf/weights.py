@@ -33,32 +33,66 @@ ADAPTER = (LORA_A, LORA_B)
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
 
 
-def sharded_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """HF name -> parameter; if sharded the masters, even after a forward that no backward has followed."""
-    for module in model.modules():
+def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> parameter; if sharded the masters, even after a forward that no backward has followed. Buffers that a
+    checkpoint has, such as a router's correction, are among them, whole on each rank."""
+    params: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return dict(model.named_parameters())
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                params[f"{prefix}.{name}"] = buffer
+    return dict(model.named_parameters()) | params
+
+
+def checkpoint_views(
+    model: nn.Module, name: str, tensor: Tensor, first_expert: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, view) of what is stored of this parameter, or of the rows that a rank has of it: itself,
+    or the matrices of its experts, from `first_expert` on."""
+    experts = model.config.family.experts
+    block, _, part = name.partition(".mlp.")
+    if experts is None or not part:
+        yield name, tensor
+    elif part.startswith("gate."):
+        yield f"{block}.{experts.module}.{part}", tensor
+    elif part in ("experts.gate_up_proj", "experts.down_proj"):
+        for number, matrix in enumerate(tensor, first_expert):
+            gate, up, down = experts.names(block, number)
+            if part == "experts.down_proj":
+                yield down, matrix
+            else:
+                gate_FD, up_FD = matrix.chunk(2)
+                yield gate, gate_FD
+                yield up, up_FD
+    else:
+        yield name, tensor
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
     if the folder holds other tensors, or a number that is not finite. LoRA's parameters stay as they are."""
-    params = _base_parameters(model)
-    check_weights(Path(folder), [(name, param.shape) for name, param in params.items()])
+    check_weights(Path(folder), full_shapes(model))
+    targets: dict[str, tuple[Tensor, slice]] = {}  # name in the checkpoint -> where it goes, the rows that go there
+    for name, param in _base_parameters(model).items():
+        rows = local_rows(param)
+        for stored_name, view in checkpoint_views(model, name, local_shard(param), rows.start):
+            is_whole = stored_name != name and view.dim() < param.dim()  # an expert is on one rank
+            targets[stored_name] = view, slice(None) if is_whole else rows
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:
             for name in file.keys():
-                if name not in params:  # a tied head, or rotary frequencies
+                if name not in targets:  # a tied head, rotary frequencies, or another rank's experts
                     continue
-                rows = local_shard(params[name])
-                rows.copy_(file.get_slice(name)[local_rows(params[name])])
-                if not rows.isfinite().all():
+                target, rows = targets[name]
+                target.copy_(file.get_slice(name)[rows])
+                if not target.isfinite().all():
                     raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
 
 
-def _base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """`sharded_parameters` without LoRA's."""
     params = sharded_parameters(model)
     return {name: param for name, param in params.items() if not name.endswith(ADAPTER)}
@@ -88,13 +122,15 @@ def init_adapters(model: nn.Module, init: str, seed: int) -> None:
 
 
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(HF name, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. One all-gather brings
+    """(name in the checkpoint, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. Buffers
+    keep their type. One all-gather brings
     the parameters of a block, one those before the blocks and one those after. So each item may be a collective: all
     ranks of a sharded model must walk the whole iterator. LoRA's parameters are merged into their weight."""
     params = sharded_parameters(model)
     for _, names in groupby(params, _block_number):
         block = {name: params[name] for name in names}
-        yield from merged_tensors(model, block, dtype)
+        for name, tensor in merged_tensors(model, block, dtype):
+            yield from checkpoint_views(model, name, tensor)
 
 
 def _block_number(name: str) -> str:
@@ -105,7 +141,11 @@ def _block_number(name: str) -> str:
 
 def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of each item of `full_tensors`; no collective."""
-    return [(name, tuple(param.shape)) for name, param in _base_parameters(model).items()]
+    shapes = []
+    for name, param in _base_parameters(model).items():
+        whole = torch.empty(param.shape, device="meta")
+        shapes += [(stored_name, tuple(view.shape)) for stored_name, view in checkpoint_views(model, name, whole)]
+    return shapes
 
 
 def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -141,11 +181,16 @@ def merged_weight(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -
 def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor), by one all-gather if sharded. FSDP's `unshard` gathers in the policy's precision, not the
     engine's, and `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
-    first = next(iter(params.values()))
-    if not isinstance(first, DTensor):
-        for name, param in params.items():
+    sharded = {name: param for name, param in params.items() if isinstance(param, DTensor)}
+    for name, param in params.items():
+        if isinstance(param, nn.Parameter) and name not in sharded:
             yield name, param.detach().to(dtype)
+        elif name not in sharded:
+            yield name, param
+    if not sharded:
         return
+    params = sharded
+    first = next(iter(params.values()))
     num_ranks = first.device_mesh.size(-1)  # of one replica: each has all weights
     sizes = []
     for param in params.values():
@@ -180,6 +225,7 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
     params = sharded_parameters(model)
     with _new_folder(Path(folder)) as (new, is_writer):
         on_rank0(partial(_write_side_files, new, model.config.hf, Path(source_folder), dtype))
+        file_of_tensor = {}
         for file, names in plan.filename_to_tensors.items():
             content = {}
             for name in names:  # one at a time
@@ -189,11 +235,13 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
                     if factor in params:
                         layer[factor] = params[factor]
                 for whole_name, tensor in merged_tensors(model, layer, dtype):
-                    if is_writer:
-                        content[whole_name] = tensor.cpu()
+                    for stored_name, view in checkpoint_views(model, whole_name, tensor):
+                        file_of_tensor[stored_name] = file
+                        if is_writer:
+                            content[stored_name] = view.cpu().clone()  # safetensors refuses what shares memory
             on_rank0(partial(_save, content, new / file, {"format": "pt"}))
         if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            index = {"metadata": plan.metadata, "weight_map": file_of_tensor}
             text = json.dumps(index, indent=2) + "\n"
             on_rank0(partial(write_whole, new / "model.safetensors.index.json", text))
 

@@ -33,6 +33,34 @@ ALWAYS = Switch("", True)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """How a family names its experts in a checkpoint: each has three matrices, [F, D] twice and [D, F], under
+    `module`.experts.NUMBER. In transformers' model those of a layer are two tensors, mlp.experts.gate_up_proj
+    [E, 2F, D] and mlp.experts.down_proj [E, D, F].
+
+    inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size, in
+    multiples of F if it counts experts. dense_first: the field with the number of layers at the start without experts.
+    correction_bias: the router has one, a buffer.
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    inner: str = "moe_intermediate_size"
+    shared: str | None = None
+    shared_size: str | None = None
+    shared_gate: str | None = None
+    dense_first: str | None = None
+    correction_bias: bool = False
+
+    def names(self, block: str, number: int) -> tuple[str, str, str]:
+        """The checkpoint's names of the gate, up and down matrices of expert `number` of `model.layers.N`."""
+        prefix = f"{block}.{self.module}.experts.{number}"
+        return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
@@ -47,11 +75,13 @@ class Family:
     o_bias: Switch | None = None
     qk_norm: Literal["none", "of a head", "of all heads"] = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_switch: Switch = ALWAYS
     mlp: Literal["gated", "gate and up fused", "plain"] = "gated"
     plain_names: tuple[str, str] = ("up_proj", "down_proj")
     mlp_bias: Switch | None = None
     head_dim: int | None = None
     is_tied: bool = False
+    experts: Experts | None = None
 
 
 FAMILIES = {
@@ -146,7 +176,46 @@ FAMILIES = {
         qk_norm="of a head",
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        qkv_bias=Switch("qkv_bias", True),
+        experts=Experts(
+            shared="shared_expert", shared_size="shared_expert_intermediate_size", shared_gate="shared_expert_gate"
+        ),
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        experts=Experts(),
+    ),
+    "olmoe": Family(
+        architecture="OlmoeForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of all heads",
+        experts=Experts(inner="intermediate_size"),
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        experts=Experts(module="block_sparse_moe", gate="w1", up="w3", down="w2", inner="intermediate_size"),
+    ),
+    "glm4_moe": Family(
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        qk_norm_switch=Switch("use_qk_norm"),
+        head_dim=128,
+        experts=Experts(
+            shared="shared_experts",
+            shared_size="n_shared_experts",
+            dense_first="first_k_dense_replace",
+            correction_bias=True,
+        ),
+    ),
 }
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls it
 
 # model_type -> why it is refused.
 STATE = "a layer carries state across sequences, which packs do not reset: use a model that has attention alone"
@@ -199,6 +268,10 @@ def check_family(hf: dict, source: str) -> None:
     for layer_type in hf.get("layer_types") or ():
         if layer_type not in LAYER_TYPES:
             raise ConfigError(f"{source}: layer_types: {layer_type!r:.80} is not supported: use full_attention layers")
+    if kind == "olmoe" and hf.get("norm_topk_prob"):
+        raise ConfigError(
+            f"{source}: norm_topk_prob=true with model_type='olmoe': vLLM 0.32 ignores it; set it to false"
+        )
     for rope_type in _rope_types(hf):
         if rope_type not in ROPE_TYPES:
             raise ConfigError(

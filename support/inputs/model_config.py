@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from config import ConfigError, DataError, HFConfigOverrides
-from support.inputs.families import FAMILIES, NATIVE, Family, Shapes, Switch, check_family
+from support.inputs.families import FAMILIES, NATIVE, NUM_EXPERTS, Family, Shapes, Switch, check_family
 from support.inputs.files import download, read_json
 
 # Fields of config.json that change the computation, each with the values that `model.Body` computes: the fields that
@@ -110,15 +110,58 @@ class ModelConfig:
         yield from norm.items()
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
-        block = self._block_shapes()
+        dense = self._attention_shapes() | self._mlp_shapes("mlp", self.intermediate_size)
+        sparse: Shapes = {}
+        if self.num_experts:
+            sparse = self._attention_shapes() | self._experts_shapes()
         for number in range(self.num_hidden_layers):
+            block = sparse if self.has_experts(number) else dense
             for name, shape in block.items():
                 yield f"model.layers.{number}.{name}", shape
 
-    def _block_shapes(self) -> Shapes:
+    @property
+    def num_experts(self) -> int:
+        """Of a layer; 0 in a dense model."""
+        if self.family.experts is None:
+            return 0
+        return next(self.hf[field] for field in NUM_EXPERTS if field in self.hf)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of this layer is a mixture of experts."""
+        experts = self.family.experts
+        if experts is None:
+            return False
+        if experts.dense_first is not None:
+            return layer >= self.hf.get(experts.dense_first, 0)
+        is_dense = layer in (self.hf.get("mlp_only_layers") or ())
+        return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
+
+    def _experts_shapes(self) -> Shapes:
+        experts = self.family.experts
+        hidden = self.hidden_size
+        inner = self.hf[experts.inner]
+        shapes: Shapes = {}
+        self._add(shapes, f"{experts.module}.gate", (self.num_experts, hidden))
+        if experts.correction_bias:
+            shapes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
+        for number in range(self.num_experts):
+            gate, up, down = experts.names("", number)
+            shapes[gate.removeprefix(".")] = (inner, hidden)
+            shapes[up.removeprefix(".")] = (inner, hidden)
+            shapes[down.removeprefix(".")] = (hidden, inner)
+        if experts.shared is not None:
+            size = self.hf[experts.shared_size]
+            if experts.shared_size == "n_shared_experts":
+                size *= inner
+            shapes |= self._mlp_shapes(f"mlp.{experts.shared}", size)
+        if experts.shared_gate is not None:
+            self._add(shapes, f"mlp.{experts.shared_gate}", (1, hidden))
+        return shapes
+
+    def _attention_shapes(self) -> Shapes:
+        """And the norms."""
         family = self.family
         hidden = self.hidden_size
-        inner = self.intermediate_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         shapes: Shapes = {}
@@ -131,22 +174,28 @@ class ModelConfig:
             self._add(shapes, "self_attn.k_proj", (keys, hidden), family.qkv_bias)
             self._add(shapes, "self_attn.v_proj", (keys, hidden), family.qkv_bias)
         self._add(shapes, "self_attn.o_proj", (hidden, queries), family.o_bias)
-        if family.qk_norm != "none":
+        if family.qk_norm != "none" and self.hf.get(*family.qk_norm_switch):
             is_whole = family.qk_norm == "of all heads"
             q_norm, k_norm = family.qk_norm_names
             self._add(shapes, f"self_attn.{q_norm}", (queries if is_whole else self.head_dim,))
             self._add(shapes, f"self_attn.{k_norm}", (keys if is_whole else self.head_dim,))
+        return shapes
+
+    def _mlp_shapes(self, module: str, inner: int) -> Shapes:
+        family = self.family
+        hidden = self.hidden_size
+        shapes: Shapes = {}
         if family.mlp == "plain":
             up, down = family.plain_names
-            self._add(shapes, f"mlp.{up}", (inner, hidden), family.mlp_bias)
-            self._add(shapes, f"mlp.{down}", (hidden, inner), family.mlp_bias)
+            self._add(shapes, f"{module}.{up}", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.{down}", (hidden, inner), family.mlp_bias)
         elif family.mlp == "gate and up fused":
-            self._add(shapes, "mlp.gate_up_proj", (2 * inner, hidden), family.mlp_bias)
-            self._add(shapes, "mlp.down_proj", (hidden, inner), family.mlp_bias)
+            self._add(shapes, f"{module}.gate_up_proj", (2 * inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
         else:
-            self._add(shapes, "mlp.gate_proj", (inner, hidden), family.mlp_bias)
-            self._add(shapes, "mlp.up_proj", (inner, hidden), family.mlp_bias)
-            self._add(shapes, "mlp.down_proj", (hidden, inner), family.mlp_bias)
+            self._add(shapes, f"{module}.gate_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.up_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
         return shapes
 
     def _add(self, shapes: Shapes, layer: str, shape: tuple[int, ...], bias: Switch | None = None) -> None:

@@ -360,6 +360,7 @@ def build_policy(
             cpu_offload=policy.dtensor_cfg.cpu_offload,
             model_config=inputs.model_config,
             lora=policy.dtensor_cfg.lora_cfg,
+            freeze_moe_router=policy.freeze_moe_router,
             seed=cfg.grpo.seed,
             recompute=policy.dtensor_cfg.activation_checkpointing,
             defers_sync=policy.dtensor_cfg.defer_fsdp_grad_sync,
@@ -371,6 +372,8 @@ def build_policy(
     size = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""
+    if inputs.model_config.num_experts and policy.dtensor_cfg.lora_cfg.enabled:
+        trained += " (no experts or routers)"
     shards = " x ".join(map(str, mesh.shape))
     kept = ", weights stay gathered" if keeps_gathered else ""
     attention = choose_attention(device, getattr(torch, policy.precision))

@@ -9,6 +9,7 @@ from ranks import ranks
 from tiny import VOCAB_SIZE, make_tiny
 
 import config
+import engine as engine_module
 from engine import Engine, SamplingOptions
 from head import HeadOptions, response_logps
 from model import load_policy
@@ -53,7 +54,7 @@ def head_error(engine, policy):
 
 
 @ranks(1, seconds=180, with_vllm=True)
-def gaps_of(family, folder, compare, precision="float32", names=None):
+def gaps_of(family, folder, compare, precision="float32", names=None, packs_experts_anew=True):
     """Name of a parameter -> (gap after it alone was perturbed, gap after the next sync); "start" is before."""
     if family in ("qwen2", "llama"):
         make_tiny(folder, family=family, tied=False)
@@ -65,6 +66,8 @@ def gaps_of(family, folder, compare, precision="float32", names=None):
     policy = load_policy(folder, device=device, mesh=mesh, precision=precision)
     cfg = config.Config(policy=config.PolicyConfig(precision=precision, max_total_sequence_length=64))
     engine = Engine(folder, policy.config, tokenizer, cfg)
+    if not packs_experts_anew:
+        engine_module._pack_experts_anew = lambda model: None
     engine.sync(full_tensors(policy, engine.dtype), 0)
     found = {"start": (0.0, compare(engine, policy))}
     for name, param in policy.named_parameters():
@@ -112,7 +115,8 @@ def test_an_engine_in_bfloat16_has_the_logits_of_the_head_it_was_sent_in_float32
     assert stale >= 0.1 and fresh <= 1e-5, errors
 
 
-ALWAYS = ("olmo3",)  # in vLLM it is transformers' own class, which vLLM changes for the whole process
+# In vLLM, olmo3 is transformers' own class, which vLLM changes for the whole process.
+ALWAYS = ("olmo3", "qwen3_moe")
 OTHERS = [name for name in FAMILIES if name not in NATIVE]
 TABLE = [pytest.param(name, marks=pytest.mark.slow if name in ALWAYS else pytest.mark.long) for name in OTHERS]
 UNSEEN = ("k_proj.bias",)  # softmax does not see it
@@ -125,3 +129,12 @@ def test_every_parameter_of_transformers_blocks_reaches_the_engine(family, tmp_p
     assert gaps.pop("start")[1] <= 1e-4
     assert {name for name, (stale, _) in gaps.items() if stale <= 1e-3 and not name.endswith(UNSEEN)} == set()
     assert {name: fresh for name, (_, fresh) in gaps.items() if fresh > 1e-4} == {}
+
+
+@pytest.mark.long
+def test_vllm_does_not_pack_experts_anew_by_itself(tmp_path):
+    """When this fails, `engine._pack_experts_anew` has become redundant."""
+    (gaps,) = gaps_of(
+        "qwen3_moe", tmp_path, gap, names=["model.layers.2.mlp.experts.down_proj"], packs_experts_anew=False
+    )
+    assert gaps["start"][1] > 0.1

@@ -208,7 +208,8 @@ def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cac
     core = SimpleNamespace(output_processor=SimpleNamespace(request_states=states), engine_core=inner)
     words = {"collective_rpc": lambda *_, **words: None, "reset_prefix_cache": lambda **words: True}
     engine.llm, engine.param_names, engine.fused_layers = SimpleNamespace(llm_engine=core, **words), set(), {}
-    engine.rebuilds_cache, engine.versions_by_request = rebuilds_cache, {"7": [(0, 0)]}
+    engine.rebuilds_cache, engine.must_pack_experts = rebuilds_cache, False
+    engine.versions_by_request = {"7": [(0, 0)]}
     engine.sync([], 1)
     places = {"start_indices": [0, 1, 2], "end_indices": [1, 2, 3]}
     logprobs = SimpleNamespace(**places, token_ids=[5, 6, 7], logprobs=[-0.1, -0.2, -0.3])

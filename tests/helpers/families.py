@@ -28,6 +28,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 OF_FAMILY = {
     "llama": {"rope_parameters": LLAMA3_ROPE},
     "mistral": {"sliding_window": WINDOW},
@@ -47,6 +48,20 @@ OF_FAMILY = {
     "exaone4": WINDOWS,
     "starcoder2": {"sliding_window": WINDOW},
     "hunyuan_v1_dense": {"attention_bias": True},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3_moe": MOE | {"mlp_only_layers": [0]},
+    "olmoe": MOE | {"norm_topk_prob": False, "head_dim": 32, "num_attention_heads": 2},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
 }
 
 
