@@ -61,7 +61,8 @@ def policy_loss(
     `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
-    (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens of weight 0 or cut by a filter.
+    (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens that are rejected (`_is_rejected`),
+    of weight 0, or cut by a filter.
     """
     t = _Tokens(logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
     before_rejection = t
@@ -121,7 +122,7 @@ class _Tokens:
         assert logp_R.dim() == 1, logp_R.shape
         for x_R in (old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R):
             assert x_R.shape == logp_R.shape, (x_R.shape, logp_R.shape)
-        self.mask_R = mask_R != 0  # as the caller says
+        self.mask_R = mask_R != 0  # as the caller says, without what is rejected
         self.counted_R = self.mask_R & sampler_logp_R.isfinite()  # in lengths, and in the caller's counts
         is_cut_R = (logp_R == -math.inf) | (old_logp_R == -math.inf)
         self.valid_R = self.counted_R & ~is_cut_R  # has a gradient

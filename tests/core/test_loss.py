@@ -124,6 +124,9 @@ def test_metrics_golden():
             bounded("sequence-mask", 0, 1.2),
             {"is_oob_ratio": 0.5, "sampling_importance_ratio": 0.5, "kept_fraction/importance_sampling": 0.6},
         ),
+        # By hand: the last of five tokens has a ratio of exp(.3) to the sampler, its sequence of two exp(.15).
+        ({"token_rejection_ratio_max": 1.2}, {"kept_fraction/rejection": 0.8, "num_valid_samples": 2}),
+        ({"sequence_rejection_ratio_max": 1.1}, {"kept_fraction/rejection": 0.6, "num_valid_samples": 1}),
     ],
 )
 def test_weight_metrics_golden(options, want):
