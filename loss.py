@@ -61,8 +61,8 @@ def policy_loss(
     `_reference_kl`; nll: mean of -logp over the tokens of positive samples (VAPO, Yue et al. 2025, eq. 10).
 
     Masked tokens may hold anything, NaN too. A token whose sampler logp is not finite counts as masked, and is reported
-    (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens that are rejected (`_is_rejected`),
-    of weight 0, or cut by a filter.
+    (`num_nonfinite_sampler_logp`). The caller's counts exclude it, but include tokens that are rejected
+    (`_is_rejected`), of weight 0, or cut by a filter.
     """
     t = _Tokens(logp_R, old_logp_R, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
     before_rejection = t
