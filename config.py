@@ -320,7 +320,7 @@ class DTensorConfig(Section):
 
 class SequencePackingConfig(Section):
     train_mb_tokens: int | None = key(None, ">= 1")
-    """A pack has at most this many tokens. null is 8192 on CUDA, 2048 on CPU, or max_total_sequence_length if more."""
+    """A pack has at most this many tokens. null: on GPUs what the memory plan holds of 8192 to 32768; on CPU 2048."""
     share_prefix: bool = True
     """The samples of a prompt in one pack share it, so the prompt is computed once."""
 
@@ -470,7 +470,8 @@ class PolicyConfig(Section):
     generation: GenerationConfig = GenerationConfig()
 
     def pack_tokens(self, device_type: str) -> int:
-        """train_mb_tokens, or what its null means on "cuda" or "cpu"."""
+        """train_mb_tokens, or what its null means on "cpu", and at least on "cuda": at the start of a run
+        support.run.start.with_pack_tokens sets the number there."""
         default = 8192 if device_type == "cuda" else 2048
         return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 

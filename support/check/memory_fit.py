@@ -23,7 +23,10 @@ FEW = 8  # whole sequences at once
 def table(plan: Plan) -> str:
     """A line for each phase, of its largest moment, what holds most first."""
     limit = "" if plan.gpu_bytes is None else f" with {gib(plan.gpu_bytes)}"
-    lines = [f"memory     GiB on each of {plan.num_gpus} GPUs{limit}, packs of {plan.tokens:,} tokens"]
+    packs = f"packs of {plan.tokens:,} tokens"
+    if plan.chooses_packs and plan.gpu_bytes is None:
+        packs += " (chosen at the start, more where a GPU has room)"
+    lines = [f"memory     GiB on each of {plan.num_gpus} GPUs{limit}, {packs}"]
     for phase, (moment, items) in plan.phases.items():
         where = f" at {moment}" if moment else ""
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{where}: {listed(items)}")

@@ -22,6 +22,7 @@ SPARE = 0.05  # of the GPU, which a choice leaves free: the plan is not exact, a
 OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
 # vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
 RUNTIME = 0.8 * GIB
+PACK_SIZES = (8_192, 16_384, 24_576, 32_768)  # tokens
 Items = dict[str, float]  # what holds memory -> bytes
 Shapes = dict[str, tuple[int, ...]]
 
@@ -72,7 +73,39 @@ class Plan:
 
     @cached_property
     def tokens(self) -> int:
-        return self.cfg.policy.pack_tokens("cuda")
+        """Of a pack. With null for train_mb_tokens, the largest of `PACK_SIZES` that leaves `SPARE` of the GPU free,
+        and of which a rank has two in a minibatch if all samples are as long as they may be."""
+        tokens = self.cfg.policy.pack_tokens("cuda")
+        if self.chooses_packs and self.gpu_bytes is not None:
+            for size in PACK_SIZES:
+                if size > tokens and 2 * size <= self.minibatch_tokens and self.with_packs(size).has_room:
+                    tokens = size
+        return tokens
+
+    @property
+    def chooses_packs(self) -> bool:
+        return self.trains and self.cfg.policy.sequence_packing.train_mb_tokens is None
+
+    @property
+    def minibatch_tokens(self) -> float:
+        """The most tokens that a rank may train in an optimizer step."""
+        grpo = self.cfg.grpo
+        policy = self.cfg.policy
+        num_samples = policy.train_global_batch_size
+        if num_samples is None:
+            num_samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        return num_samples * policy.max_total_sequence_length / self.num_gpus
+
+    def with_packs(self, tokens: int) -> "Plan":
+        """With this number in place of train_mb_tokens."""
+        packing = replace(self.cfg.policy.sequence_packing, train_mb_tokens=tokens)
+        policy = replace(self.cfg.policy, sequence_packing=packing)
+        return replace(self, cfg=replace(self.cfg, policy=policy))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether training and scoring leave `SPARE` of the GPU free."""
+        return max(self.size("train"), self.size("score")) <= (1 - SPARE) * self.gpu_bytes
 
     @cached_property
     def shapes(self) -> Shapes:

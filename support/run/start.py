@@ -25,10 +25,11 @@ from model import Decoder, Reference, load_policy
 from optim import build_optimizer
 from rollout import Sampler
 from support.check import preflight
-from support.check.memory_plan import OWN_CONTEXT
+from support.check.memory_plan import OWN_CONTEXT, Plan
 from support.check.preflight import data_lines, memory_plan, notes
 from support.check.rules import must_save_by_seconds
 from support.hf.weights import full_shapes
+from support.inputs import reader
 from support.inputs.model_config import NativeConfig
 from support.inputs.resume import checkpoint_folder
 from support.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
@@ -127,9 +128,13 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         peers = ranks.peers
         cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
         inputs = read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
+        plan = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
+        if device.type == "cuda":
+            plan = with_pack_tokens(plan, ranks)
+            cfg = plan.cfg
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
-        memory = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
+        memory = Memory(plan, ranks)
         code = 0
         reason = work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
     except BaseException as error:
@@ -142,8 +147,8 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
     return code
 
 
-def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Memory:
-    """Prints how much memory the run needs on each GPU. ConfigError if the GPU, or gpu_bytes, has less."""
+def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Plan:
+    """How much memory the run needs on each GPU, which has gpu_bytes; None: what torch says. A collective."""
     others = 0  # bytes that other processes hold
     if gpu_bytes is None and torch.cuda.is_available():
         free_bytes, gpu_bytes = torch.cuda.mem_get_info()
@@ -152,7 +157,20 @@ def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float |
         gpu_bytes = min(gather(gpu_bytes, ranks.job))
         others = max(0, *gather(held, ranks.job))
     plan = memory_plan(cfg, inputs, ranks.job_size, gpu_bytes)
-    return Memory(replace(plan, trains=trains, others=others), ranks)
+    return replace(plan, trains=trains, others=others)
+
+
+def with_pack_tokens(plan: Plan, ranks: Ranks) -> Plan:
+    """With a number for train_mb_tokens where that is null: of the run which is resumed, else the plan's choice. So the
+    run's config has it. A collective."""
+    if not plan.chooses_packs:
+        return plan
+    run = plan.cfg.checkpointing.resume_from
+    tokens = None
+    if run is not None:
+        before = on_rank0(lambda: reader.load(Path(run) / "config.yaml"), ranks.job)
+        tokens = before.policy.sequence_packing.train_mb_tokens
+    return plan.with_packs(tokens or plan.tokens)
 
 
 def set_up(job: Job) -> Run:

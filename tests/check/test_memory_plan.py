@@ -225,10 +225,33 @@ def recipe(name, num_gpus, gib, *words):
 )
 def test_sizes_by_hand(plan, sizes):
     """train, score, generate and sync in GiB, as they were worked out by hand from the sources of torch and vLLM."""
-    plan = recipe(*plan)
+    plan = recipe(*plan).with_packs(8192)
     assert [plan.size(phase) / GIB for phase in ("train", "score", "generate", "sync")] == pytest.approx(
         sizes, rel=3e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "gib", "words", "tokens"),
+    [
+        ("math_1b.yaml", 1, 79.2, (), 16_384),
+        ("math_1b.yaml", 2, 79.2, (), 24_576),
+        ("math_1b.yaml", 8, 79.2, (), 24_576),
+        ("math_8b.yaml", 8, 79.2, (), 8_192),
+        ("math_1b.yaml", 1, 23.6, (), 8_192),
+        ("math_1b.yaml", 8, 79.2, ("grpo.num_prompts_per_step=16",), 16_384),
+        ("math_1b.yaml", 8, 79.2, ("policy.train_global_batch_size=128",), 8_192),
+        ("math_1b.yaml", 8, 79.2, ("policy.sequence_packing.train_mb_tokens=5000",), 5_000),
+    ],
+)
+def test_packs_are_as_large_as_the_plan_and_a_minibatch_allow(name, num_gpus, gib, words, tokens):
+    """A minibatch of 256 samples of 1,024 tokens over 8 ranks has two packs of 16,384; of 128, of 8,192."""
+    plan = recipe(name, num_gpus, gib, *words)
+    assert plan.tokens == tokens
+    unknown = replace(plan, gpu_bytes=None)
+    assert unknown.tokens == min(tokens, 8_192)
+    assert ("chosen at the start" in memory_fit.table(unknown)) == (not words or "train_mb" not in words[0])
+    assert "chosen at the start" not in memory_fit.table(plan)
 
 
 @pytest.mark.parametrize("name", ["math_1b_24gb.yaml", "math_8b_lora_24gb.yaml"])

@@ -18,9 +18,10 @@ import engine as engine_module
 import eval as eval_module
 import grpo
 import rollout
-from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError
+from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError, DataConfig, DatasetConfig
 from support.check.memory_fit import changed
 from support.check.memory_plan import CONTEXT, GIB, Plan
+from support.inputs import reader
 from support.inputs.model_config import read_model_config
 from support.run import memory as memory_module
 from support.run import start
@@ -145,11 +146,23 @@ def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
     plan_memory = partial(start.plan_memory, Config(), inputs, one_rank[0])
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
-        plan_memory(None)
-    assert plan_memory(900 * GIB).plan.gpu_bytes == 900 * GIB
+        Memory(plan_memory(None), one_rank[0])
+    assert plan_memory(900 * GIB).gpu_bytes == 900 * GIB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (800 * GIB, 900 * GIB))
-    plan = plan_memory(None).plan
+    plan = plan_memory(None)
     assert (plan.gpu_bytes, plan.others) == (900 * GIB, (900 - 800 - 0.5) * GIB), "0.5: this process's own context"
+
+
+def test_a_resumed_run_keeps_its_packs(one_rank, tmp_path):
+    """A new run on a large GPU has the plan's number in its config; resumed, that of the folder, on any GPU."""
+    data = DataConfig(train=(DatasetConfig(data_path="x"),), validation=())
+    plan = Plan(Config(data=data), read_model_config(STARTER), 262, 1, 900 * GIB)
+    new = start.with_pack_tokens(plan, one_rank[0])
+    assert new.cfg.policy.sequence_packing.train_mb_tokens == plan.tokens == 32_768
+    for tokens, expected in ((5000, 5000), (None, 32_768)):
+        (tmp_path / "config.yaml").write_text(reader.to_yaml(plan.with_packs(tokens).cfg))
+        resumed = changed(plan, {"checkpointing.resume_from": str(tmp_path)})
+        assert start.with_pack_tokens(resumed, one_rank[0]).tokens == expected
 
 
 @pytest.mark.slow
