@@ -1,5 +1,5 @@
 """Scores a model on the validation sets of a config, with the code that scores them during training
-(support/run/validation.py).
+(support/run/validation.py; metrics.py has its numbers).
 
     .venv/bin/torchrun eval.py CONFIG.yaml policy.model_name=FOLDER [key.sub=value ...]         any Hugging Face folder
     .venv/bin/torchrun eval.py CONFIG.yaml checkpointing.resume_from=RUN [key.sub=value ...]    a checkpoint

@@ -155,7 +155,8 @@ def make_minibatches(
         most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 even without samples
         packs += [empty_pack()] * (most_packs - len(packs))
         num_computed = sum(num_input_tokens(part) for share in shares for part in share)
-        minibatches.append(Minibatch([to_device(pack, device) for pack in packs], num_computed, size))
+        micros = [to_device(pack, device) for pack in packs]
+        minibatches.append(Minibatch(micros, num_input_tokens=num_computed, num_samples=size))
     return minibatches
 
 
@@ -180,10 +181,10 @@ def finish_minibatches(minibatches: list[Minibatch], path: LossPath, version: in
     """Completes the minibatches in place, once their masks are final: counts trained tokens over all ranks, and puts
     rows with a gradient first. A collective. version: of the newest weights."""
     rows_of_minibatches = [rows_on_host(minibatch.micros) for minibatch in minibatches]
-    counts = []
+    counts_here = []
     for minibatch, micro_rows in zip(minibatches, rows_of_minibatches, strict=True):
-        counts.append(count_trained(micro_rows, minibatch.num_samples))
-    total = torch.from_numpy(np.stack(counts))
+        counts_here.append(count_trained(micro_rows, minibatch.num_samples))
+    total = torch.from_numpy(np.stack(counts_here))
     dist.all_reduce(total)
     for minibatch, micro_rows, counts in zip(minibatches, rows_of_minibatches, total.numpy(), strict=True):
         minibatch.num_positive_tokens = int(counts[0])
@@ -273,8 +274,11 @@ def assign_to_ranks(
     Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
     groups = groups_of(samples, _prompt_of)
-    part_counts = (1, 2, 4, 8) if share_prefix and len(groups) < len(samples) else ()  # else no samples share a prompt
-    splits = [[part for group in groups for part in _split(group, count, max_tokens)] for count in part_counts]
+    splits: list[list[Part]] = []
+    some_share_a_prompt = len(groups) < len(samples)
+    if share_prefix and some_share_a_prompt:
+        for num_parts in (1, 2, 4, 8):
+            splits.append([part for group in groups for part in _split(group, num_parts, max_tokens)])
     splits.append([[sample] for sample in samples])
     shares_of_splits = [balance(split, world_size) for split in splits]
     return min(shares_of_splits, key=_load_of_busiest)
@@ -290,11 +294,11 @@ def _load_of_busiest(shares: Sequence[Sequence[Part]]) -> int:
 
 
 def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
-    """The group in about `num_parts` equal parts of <= `max_tokens` input tokens."""
+    """The group in about `num_parts` equal parts of <= `max_tokens` input tokens. A response is never cut."""
     lengths = [sample.num_output_tokens - 1 for sample in group]
-    most = max_tokens - len(group[0].prompt_ids)
     even_share = math.ceil(sum(lengths) / num_parts)
-    room = min(most, max(even_share, *lengths))
+    room_beside_prompt = max_tokens - len(group[0].prompt_ids)
+    room = min(room_beside_prompt, max(even_share, *lengths))
     return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
 
@@ -329,9 +333,15 @@ def num_packs(parts: Sequence[Part], max_tokens: int) -> int:
 
 def pack_samples(parts: Sequence[Part], max_tokens: int) -> list[Pack]:
     """Packs of <= `max_tokens` input tokens, which no sample exceeds; the samples of a part share their prompt."""
-    source_starts = np.cumsum([0, *(sum(sample.num_output_tokens for sample in part) for part in parts)])
-    packs = first_fit([num_input_tokens(part) for part in parts], max_tokens)
-    return [_pack([parts[i] for i in members], [int(source_starts[i]) for i in members]) for members in packs]
+    sources = []  # of each part's first output id among those of all samples
+    num_before = 0
+    for part in parts:
+        sources.append(num_before)
+        num_before += sum(sample.num_output_tokens for sample in part)
+    packs = []
+    for members in first_fit([num_input_tokens(part) for part in parts], max_tokens):
+        packs.append(_pack([parts[i] for i in members], [sources[i] for i in members]))
+    return packs
 
 
 # --------------------------------------------------------------------------------------------- the layout of a pack
@@ -392,8 +402,10 @@ def _first_segment(part: Part) -> Segment:
     for sample in part:
         assert sample.prompt_ids == prompt_ids, f"group {sample.prompt}: prompts differ"
         assert len(sample.output_ids) == sample.num_output_tokens, f"tokens of group {sample.prompt} are not here"
-    rest = part[0].output_ids[:-1] if len(part) == 1 else ()
-    return Segment(np.concatenate([prompt_ids, rest]).astype(np.int64))
+    ids = np.array(prompt_ids, np.int64)
+    if len(part) == 1:
+        ids = np.concatenate([ids, part[0].output_ids[:-1]])
+    return Segment(ids)
 
 
 def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
@@ -401,10 +413,12 @@ def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
     positions = [segment.first_position + np.arange(len(segment.ids)) for segment in segments]
     columns = [_columns_of(where, number) for number, where in enumerate(placed)]
     rows = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
+    token_T = np.concatenate([segment.ids for segment in segments])
+    starts = [segment.start for segment in segments]
     return Pack(
-        token_T=np.concatenate([segment.ids for segment in segments]),
+        token_T=token_T,
         position_T=np.concatenate(positions),
-        cu_seqlens=np.int32([*(segment.start for segment in segments), sum(len(segment.ids) for segment in segments)]),
+        cu_seqlens=np.int32([*starts, len(token_T)]),
         prefix_S=np.array([segment.prefix for segment in segments]),
         **rows,
     )
@@ -416,16 +430,17 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
     sampled = np.flatnonzero(sample.mask)
     prompt_end = placed.first.start + len(sample.prompt_ids)
     response_start = placed.response.start if placed.response else prompt_end
-    repeats = len(sampled)  # one advantage for all sampled ids
-    if isinstance(sample.advantage, list):
-        repeats = sample.turn_tokens  # one for each reply
+    if isinstance(sample.advantage, list):  # one for each reply
+        adv_R = np.repeat(np.float32(sample.advantage), sample.turn_tokens)
+    else:
+        adv_R = np.full(len(sampled), sample.advantage, np.float32)
     return {
         # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
         "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,
         "target_R": sample.output_ids[sampled].astype(np.int64),
         "sampler_logp_R": sample.sampler_logps[sampled].astype(np.float32),
         "version_R": sample.versions[sampled].astype(np.int64),
-        "adv_R": np.repeat(np.float32(sample.advantage), repeats),
+        "adv_R": adv_R,
         "seq_R": np.full(len(sampled), number),
         "sample_R": np.full(len(sampled), sample.number),
         "reward_R": np.full(len(sampled), sample.grade.reward, np.float32),
@@ -435,12 +450,14 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
 
 def empty_pack() -> Pack:
     """One token, no response token: a rank with fewer packs runs it, so that every rank joins every collective."""
-    zero, ids_R, floats_R = np.zeros(1, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32)
+    zero = np.zeros(1, np.int64)
+    ids_R = np.zeros(0, np.int64)
+    floats_R = np.zeros(0, np.float32)
     return Pack(
         token_T=zero,
         position_T=zero,
         cu_seqlens=np.int32([0, 1]),
-        prefix_S=zero - 1,
+        prefix_S=np.array([-1]),
         pos_R=ids_R,
         target_R=ids_R,
         sampler_logp_R=floats_R,

@@ -131,8 +131,8 @@ class Sample:
         self.count_tokens()
 
     def count_tokens(self) -> None:
-        """Sets the numbers of tokens, on a rank that has the tokens."""
-        if not len(self.output_ids):
+        """Sets the numbers of tokens, on a rank that has the tokens. On the others they stay as the holder counted."""
+        if len(self.output_ids) == 0:
             return
         self.num_output_tokens = len(self.output_ids)
         self.num_mask_tokens = int(self.mask.sum())

@@ -271,7 +271,9 @@ def enter_namespaces(readable: Sequence[str] = ()) -> None:
         libc("mount", os.fsencode("/old" + source), os.fsencode(path), None, 4096 | recursive, None)
         # The kernel refuses to drop flags that the mount has: nosuid, nodev, noexec, noatime, nodiratime, relatime.
         flags = os.statvfs(path).f_flag
-        kept = flags & (2 | 4 | 8 | 1024 | 2048) | (1 << 21 if flags & 4096 else 0)
+        kept = flags & (2 | 4 | 8 | 1024 | 2048)
+        if flags & 4096:  # relatime, which mount(2) calls 1 << 21
+            kept |= 1 << 21
         libc("mount", None, os.fsencode(path), None, rebind | kept | 1, None)  # MS_RDONLY
     libc("umount2", b"/old", 2)  # MNT_DETACH
     os.rmdir("/old")
@@ -294,15 +296,18 @@ def confine(limits: Limits) -> None:
         resource.RLIMIT_CORE: 0,
     }
     for which, value in rlimits.items():
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        _, hard = resource.getrlimit(which)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(which, (value, value))
     libc("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
     libc("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    program = b"".join(struct.pack("HBBI", *line) for line in call_filter(os.uname().machine))
+    lines = call_filter(os.uname().machine)
+    program = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(program, len(program))
-    libc("prctl", PR_SET_SECCOMP, 2, struct.pack("HP", len(program) // 8, ctypes.addressof(buffer)))  # 2: a filter
+    filter_program = struct.pack("HP", len(lines), ctypes.addressof(buffer))
+    libc("prctl", PR_SET_SECCOMP, 2, filter_program)  # 2: a filter
 
 
 def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
@@ -316,22 +321,32 @@ def call_filter(machine: str) -> list[tuple[int, int, int, int]]:
         return [int(pair[column]) for pair in pairs if pair[column] != "-"]
 
     load = 0x20  # BPF_LD
+    jump = 0x05  # BPF_JA
     leave = 0x06  # BPF_RET
-    allow = 0x7FFF0000  # SECCOMP_RET_ALLOW
-    refuse = 0x50000 | errno.EPERM  # SECCOMP_RET_ERRNO
-    program = [(load, 0, 0, 4), (EQUAL, 1, 0, architecture), (leave, 0, 0, 1 << 31), (load, 0, 0, 0)]
-    program += [(0x35, 0, 1, 0x40000000), (leave, 0, 0, refuse)]  # x86-64's second set of numbers
-    for text, answer in ((REFUSED, refuse), (UNKNOWN, 0x50000 | errno.ENOSYS)):
-        for number in numbers(text):
-            program += [(EQUAL, 0, 1, number), (leave, 0, 0, answer)]
+    at_least = 0x35  # BPF_JGE
+    allow = (leave, 0, 0, 0x7FFF0000)  # SECCOMP_RET_ALLOW
+    refuse = (leave, 0, 0, 0x50000 | errno.EPERM)  # SECCOMP_RET_ERRNO
+    unknown = (leave, 0, 0, 0x50000 | errno.ENOSYS)
+    kill = (leave, 0, 0, 1 << 31)  # SECCOMP_RET_KILL_PROCESS
+    load_number = (load, 0, 0, 0)
+    load_architecture = (load, 0, 0, 4)
+    program = [load_architecture, (EQUAL, 1, 0, architecture), kill, load_number]
+    program += [(at_least, 0, 1, 0x40000000), refuse]  # x86-64's second set of numbers
+    for number in numbers(REFUSED):
+        program += [(EQUAL, 0, 1, number), refuse]
+    for number in numbers(UNKNOWN):
+        program += [(EQUAL, 0, 1, number), unknown]
     for text, argument, comparison, values, refused in GUARDED:
         body = [(load, 0, 0, 16 + 8 * argument)]
-        body += [(comparison, len(values) - place, 0, value) for place, value in enumerate(values)]  # past what is next
-        body += [(0x05, 0, 0, 1)] * refused  # BPF_JA: past the refusal
-        body += [(leave, 0, 0, refuse), (load, 0, 0, 0)]
+        for place, value in enumerate(values):
+            num_skipped = len(values) - place  # the comparisons that are left, and the line after them
+            body.append((comparison, num_skipped, 0, value))
+        if refused:
+            body.append((jump, 0, 0, 1))  # none holds: past the refusal
+        body += [refuse, load_number]
         for number in numbers(text):
             program += [(EQUAL, 0, len(body), number), *body]
-    return [*program, (leave, 0, 0, allow)]
+    return [*program, allow]
 
 
 def load(codes: Sequence[str], name: str, names: dict | None = None) -> dict:

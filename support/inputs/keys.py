@@ -21,19 +21,29 @@ Kind = type | UnionType | GenericAlias  # the type of a field
 
 def section_class(kind: Kind) -> type | None:
     """The class of a section, or of the sections of a list; None for the type of any other field."""
-    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    return kind if is_dataclass(kind) else None
+    if get_origin(kind) is tuple:
+        kind, *_ = get_args(kind)
+    if is_dataclass(kind):
+        return kind
+    return None
 
 
-def _walk(cls: type, prefix: str = "") -> Iterator[tuple[str, Field]]:
-    for f in fields(cls):
-        yield prefix + f.name, f
-        if section_class(f.type):
-            yield from _walk(section_class(f.type), f"{prefix}{f.name}.")
+FIELDS: dict[str, Field] = {}  # full key -> field, sections too, in the order of config.py
+SECTIONS: dict[str, type] = {}  # full name -> class; "" is the whole config
 
 
-FIELDS: dict[str, Field] = dict(_walk(config.Config))  # full key -> field, sections too, in the order of config.py
-SECTIONS = {"": config.Config} | {name: section_class(f.type) for name, f in FIELDS.items() if section_class(f.type)}
+def _add_section(cls: type, name: str) -> None:
+    """Adds a section and all below it to FIELDS and SECTIONS."""
+    SECTIONS[name] = cls
+    for field in fields(cls):
+        key = f"{name}.{field.name}" if name else field.name
+        FIELDS[key] = field
+        below = section_class(field.type)
+        if below:
+            _add_section(below, key)
+
+
+_add_section(config.Config, "")
 LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
 FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
 
@@ -43,7 +53,10 @@ ratio_clip_min=epsilon,clip_ratio,clip_ratio_low,cliprange ratio_clip_max=epsilo
 num_generations_per_prompt=n,group_size,rollout_n ppo_epochs=num_iterations max_new_tokens=max_completion_length
 activation_checkpointing=gradient_checkpointing max_input_seq_length=max_prompt_length log_dir=output_dir
 save_period=save_freq val_period=test_freq"""
-SYNONYMS = {their: ours for ours, names in re.findall(r"(\w+)=(\S+)", _THEIRS) for their in names.split(",")}
+SYNONYMS = {}
+for _line in _THEIRS.split():
+    _ours, _, _names = _line.partition("=")
+    SYNONYMS |= dict.fromkeys(_names.split(","), _ours)
 
 
 def is_free(name: str) -> bool:
@@ -71,9 +84,9 @@ def meant_key(name: str, names: Collection[str], cutoff: float = 0.6) -> str | N
     same section, and that before a near one elsewhere."""
     section, _, last = name[-200:].rpartition(".")
     last = SYNONYMS.get(last, last)
-    parts = {full: full.rpartition(".") for full in names}
-    for place, least in (("", 1.0), (section, cutoff), ("", cutoff)):
-        lasts = {full: end for full, (above, _, end) in parts.items() if place in ("", above)}
+    last_of_name = {full: full.rpartition(".")[2] for full in names}
+    last_beside = {full: end for full, end in last_of_name.items() if section in ("", full.rpartition(".")[0])}
+    for lasts, least in ((last_of_name, 1.0), (last_beside, cutoff), (last_of_name, cutoff)):
         found = difflib.get_close_matches(last, lasts.values(), n=1, cutoff=least)
         candidates = [full for full, end in lasts.items() if end in found]
         near = difflib.get_close_matches(name, candidates, n=1, cutoff=0)
@@ -99,19 +112,28 @@ def unknown_key(name: str, meant: str | None) -> str:
 
 def split_optional(kind: Kind) -> tuple[Kind, bool]:
     """`X | None` -> (X, True); `X` -> (X, False)."""
-    return (get_args(kind)[0], True) if NoneType in get_args(kind) else (kind, False)
+    if NoneType not in get_args(kind):
+        return kind, False
+    base, *_ = get_args(kind)
+    return base, True
 
 
 def type_name(kind: Kind) -> str:
     """A field's type in the words of a message."""
     base, optional = split_optional(kind)
+    origin = get_origin(base) or base
     names = {bool: "true or false", int: "int", float: "finite float", str: "str", Mapping: "mapping"}
-    name = names.get(get_origin(base) or base) or str(base).replace("tuple", "list")
-    if get_origin(base) is UnionType:
+    if origin is UnionType:
         name = " or ".join(map(type_name, get_args(base)))
-    if get_origin(base) is Literal:
+    elif origin is Literal:
         name = " or ".join(get_args(base))
-    return f"{name} or null" if optional else name
+    elif origin in names:
+        name = names[origin]
+    else:
+        name = str(base).replace("tuple", "list")
+    if optional:
+        name += " or null"
+    return name
 
 
 def default_text(name: str) -> str:
@@ -147,14 +169,22 @@ def settings(section: config.Section, prefix: str = "") -> Iterator[tuple[str, P
 @cache
 def meanings() -> dict[str, str]:
     """Full key -> its meaning: the text below its field in config.py, which Python does not keep at run time."""
-    texts = {}
+    texts = {}  # class, field -> meaning
     for cls in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
-        for node, below in pairwise(cls.body if isinstance(cls, ast.ClassDef) else []):
+        if not isinstance(cls, ast.ClassDef):
+            continue
+        for node, below in pairwise(cls.body):
             if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                texts[cls.name, node.target.id] = " ".join(ast.literal_eval(below.value).split())
-    owners = {name: (SECTIONS[name.rpartition(".")[0]].__name__, f.name) for name, f in FIELDS.items()}
-    none = "config.py has no text below this field."
-    return {name: texts.get(owner, none) for name, owner in owners.items() if name not in SECTIONS}
+                text = ast.literal_eval(below.value)
+                texts[cls.name, node.target.id] = " ".join(text.split())
+    found = {}
+    for name, field in FIELDS.items():
+        if name in SECTIONS:
+            continue
+        section, _, _ = name.rpartition(".")
+        owner = SECTIONS[section].__name__
+        found[name] = texts.get((owner, field.name), "config.py has no text below this field.")
+    return found
 
 
 def help_text() -> str:
@@ -163,5 +193,6 @@ def help_text() -> str:
     for name, meaning in meanings().items():
         limits = f" ({bounds(name)})" if bounds(name) else ""
         lines.append(f"{name}: {type_name(FIELDS[name].type)}{limits} = {default_text(name)}")
-        lines.append(textwrap.indent(textwrap.fill(meaning, 100, break_on_hyphens=False), "    "))
+        paragraph = textwrap.fill(meaning, 100, break_on_hyphens=False)
+        lines.append(textwrap.indent(paragraph, "    "))
     return "\n".join(lines) + "\n"

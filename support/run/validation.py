@@ -1,16 +1,15 @@
-"""Scores a model on the validation sets, in a run and for eval.py: accuracy, pass@k and maj@k, with intervals."""
+"""Scores a model on the validation sets, in a run and for eval.py. Its numbers are made in metrics.py: `summarize`."""
 
 import json
-import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, pvariance
 
 from config import Config
 from engine import SamplingOptions, sync_weights
+from metrics import summarize
 from records import Sample, groups_of
 from rollout import Sampler
 from support.inputs.resume import checkpoint_folder
@@ -21,8 +20,6 @@ from support.run.start import Job, Run, build, hash_of_base
 from support.system.disk import write_whole
 from support.system.exchange import move_calls, move_tokens
 from support.system.progress import Progress
-
-Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
 
 def validate(run: Run) -> None:
@@ -129,85 +126,3 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
             move_tokens([[row for sample in logged for row in sample.sequences]])
             move_calls(logged)
             yield name, mode, samples
-
-
-def summarize(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """Numbers of one mode over groups of n samples of a problem. Rewards are the grader's, unscaled. With n > 1 also
-    pass_at_k and maj_at_k, k = 1, 2, 4, ... and n: pass_at_1 is accuracy, pass_at_n NeMo RL's pass_k."""
-    samples = [sample for group in groups for sample in group]
-    size = len(groups[0])
-    assert all(len(group) == size for group in groups), sorted(map(len, groups))
-    low, high = accuracy_interval([accuracy(group) for group in groups], len(samples))
-    values = {
-        "accuracy": accuracy(samples),
-        "accuracy_ci95_low": low,
-        "accuracy_ci95_high": high,
-        "num_problems": len(groups),
-        "reward": fmean(sample.grade.reward for sample in samples),
-        "avg_length": fmean(sample.num_gen_tokens for sample in samples),
-        "truncation_rate": fmean(sample.finish_reason == "length" for sample in samples),
-        "outcome/parse_fail": fmean(sample.grade.outcome == "parse_fail" for sample in samples),
-    }
-    if size == 1:
-        return values
-    for k in _attempts(size):
-        values[f"pass_at_{k}"] = fmean(pass_at_k(size, num_right(group), k) for group in groups)
-        if k > 1:
-            values[f"maj_at_{k}"] = fmean(majority(group[:k]) for group in groups)
-    return values
-
-
-def accuracy(samples: Iterable[Sample]) -> float:
-    return fmean(sample.grade.outcome == "ok" for sample in samples)
-
-
-def num_right(samples: Iterable[Sample]) -> int:
-    return sum(sample.grade.outcome == "ok" for sample in samples)
-
-
-def _attempts(size: int) -> list[int]:
-    """1, 2, 4, ... and `size`."""
-    counts = []
-    k = 1
-    while k < size:
-        counts.append(k)
-        k *= 2
-    counts.append(size)
-    return counts
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Probability that k of the samples, drawn without replacement, hold a right one: 1 - C(n-c, k) / C(n, k); unbiased
-    for the chance of k fresh samples (Chen et al. 2021, "Evaluating Large Language Models Trained on Code")."""
-    assert 1 <= k <= num_samples and 0 <= num_right <= num_samples, (num_samples, num_right, k)
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
-
-
-def majority(samples: Sequence[Sample]) -> float:
-    """Whether the answer that most samples give is right (Wang et al. 2022, "Self-Consistency"); 0 if none has one. At
-    a tie each leading answer counts alike, as if one were drawn: the order of the votes does not matter. maj@k is this
-    over the first k samples of each problem, which is unbiased because samples are independent."""
-    votes = Counter(sample.grade.extracted for sample in samples if sample.grade.extracted is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    shares_right = []
-    for answer, count in votes.items():
-        if count == most:
-            shares_right.append(accuracy(sample for sample in samples if sample.grade.extracted == answer))
-    return fmean(shares_right)
-
-
-def accuracy_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """95% interval of accuracy from the accuracy on each problem: Wilson's (1927), inside [0, 1] and of some width even
-    if all are right. Samples of a problem are alike (Miller 2024, "Adding Error Bars to Evals"), so n is the number of
-    independent samples whose mean varies as much: p (1 - p) / n = variance of the mean."""
-    p = fmean(means)
-    variance = pvariance(means)
-    n = len(means)
-    if variance > 0:
-        n = min(num_samples, n * p * (1 - p) / variance)
-    middle = p + Z95**2 / (2 * n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
-    scale = 1 + Z95**2 / n
-    return (middle - half) / scale, (middle + half) / scale

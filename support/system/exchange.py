@@ -34,9 +34,10 @@ def share_samples(samples: list[Sample], part_names: Sequence[str]) -> None:
     """Gives all ranks all samples, in place, but for the tokens: of their rewards the parts that have these names, and
     prompt ids of agents' samples alone, as the others have the problem's. A collective."""
     rank = dist.get_rank()
+    told = [_without_tokens(sample, part_names) for sample in samples if sample.holder == rank]
     found = {}
-    for part in gather([_without_tokens(sample, part_names) for sample in samples if sample.holder == rank]):
-        for sample in part:
+    for told_by_a_rank in gather(told):
+        for sample in told_by_a_rank:
             found[sample.prompt, sample.index] = sample
     for place, sample in enumerate(samples):
         if sample.holder == rank:
@@ -65,25 +66,38 @@ def move_tokens(needed: Sequence[Sequence[Sample]]) -> None:
     size = dist.get_world_size()
     lists = [_each_once(samples) for samples in needed]
     lists += [[] for _ in range(size - len(lists))]
+    sent: list[Sample] = []  # in the order of the ranks that get them
+    bytes_out = []
+    for samples in lists:
+        held = [sample for sample in samples if sample.holder == rank]
+        sent += held
+        bytes_out.append(TOKEN.itemsize * _num_tokens(held))
     received = sorted(lists[rank], key=lambda sample: sample.holder)
-    sent = [[sample for sample in samples if sample.holder == rank] for samples in lists]
-    outgoing = np.empty(sum(map(_num_tokens, sent)), TOKEN)
-    for name in TOKEN.names:
-        outgoing[name] = np.concatenate([[], *(getattr(sample, name) for samples in sent for sample in samples)])
     bytes_in = [0] * size
     for sample in received:
         bytes_in[sample.holder] += TOKEN.itemsize * sample.num_output_tokens
-    bytes_out = [TOKEN.itemsize * _num_tokens(samples) for samples in sent]
+    outgoing = _tokens_of(sent).view(np.uint8)
     incoming = np.empty(sum(bytes_in), np.uint8)
-    tensors = torch.from_numpy(incoming), torch.from_numpy(outgoing.view(np.uint8))
-    dist.all_to_all_single(*tensors, bytes_in, bytes_out)
+    dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing), bytes_in, bytes_out)
+    tokens = incoming.view(TOKEN)
     start = 0
     for sample in received:
         end = start + sample.num_output_tokens
-        tokens = incoming.view(TOKEN)[start:end]
         for name in TOKEN.names:
-            setattr(sample, name, tokens[name].copy())
+            setattr(sample, name, tokens[name][start:end].copy())
         start = end
+
+
+def _tokens_of(samples: Sequence[Sample]) -> np.ndarray:
+    """The tokens of the samples, back to back."""
+    tokens = np.empty(_num_tokens(samples), TOKEN)
+    start = 0
+    for sample in samples:
+        end = start + sample.num_output_tokens
+        for name in TOKEN.names:
+            tokens[name][start:end] = getattr(sample, name)
+        start = end
+    return tokens
 
 
 def move_calls(samples: Sequence[Sample]) -> None:
@@ -91,14 +105,16 @@ def move_calls(samples: Sequence[Sample]) -> None:
     rows = [row for sample in samples if sample.is_led for row in sample.sequences]
     if not rows:
         return
-    held = {number: row.calls for number, row in enumerate(rows) if row.holder == dist.get_rank()}
-    for part in gather(held):
-        for number, calls in part.items():
+    rank = dist.get_rank()
+    held = {number: row.calls for number, row in enumerate(rows) if row.holder == rank}
+    for held_by_a_rank in gather(held):
+        for number, calls in held_by_a_rank.items():
             rows[number].calls = calls
 
 
 def _each_once(samples: Sequence[Sample]) -> list[Sample]:
-    return list({id(sample): sample for sample in samples}.values())
+    by_id = {id(sample): sample for sample in samples}
+    return list(by_id.values())
 
 
 def _num_tokens(samples: Sequence[Sample]) -> int:

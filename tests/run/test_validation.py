@@ -14,12 +14,13 @@ from samples import answers
 import config
 import envs
 from engine import SamplingOptions
+from metrics import accuracy_interval, majority, pass_at_k, summarize
 from records import Problem
 from rollout import Sampler
 from support.inputs.run_inputs import RunInputs
 from support.inputs.scan import Dataset
 from support.run.start import RunState
-from support.run.validation import accuracy_interval, majority, modes, pass_at_k, summarize, validate
+from support.run.validation import modes, validate
 from support.system.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)

@@ -26,14 +26,13 @@ import envs
 import grpo
 import replay
 from advantages import step_advantages
-from metrics import sample_metrics
+from metrics import sample_metrics, summarize
 from pack import make_minibatches, pack_samples
 from records import Problem, Sample, groups_of
 from rollout import Sampler, sample_step
 from support.inputs.mixing import Mixture
 from support.inputs.scan import Dataset
 from support.run import steps as steps_module
-from support.run.validation import summarize
 from support.system.exchange import held_here, move_tokens
 from support.system.ranks import gather, start_process_group
 
