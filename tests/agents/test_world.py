@@ -1,5 +1,6 @@
 """The world of a user's program: modules named like each file and folder of this repository are the user's."""
 
+import os
 import subprocess
 import sys
 import venv
@@ -41,6 +42,11 @@ def names_of_the_repository():
     return sorted(modules - folders - sys.stdlib_module_names - {"__init__"}), sorted(folders)
 
 
+def is_ours(name):
+    """Whether the repository has a module or package of this name on top."""
+    return (ROOT / f"{name}.py").exists() or (ROOT / name / "__init__.py").exists()
+
+
 def make_folder(folder):
     """An agent's folder: its program, agent.py, checks that it has imported the folder's modules."""
     modules, folders = names_of_the_repository()
@@ -52,6 +58,10 @@ def make_folder(folder):
     for name in folders:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(owner)
+    taken = ", ".join(name for name in (*modules, *folders) if is_ours(name))
+    test = f"all(name.owner == {folder.name!r} for name in [{taken}])"
+    body = f"    assert {test}\n    return [float(len(text)) for text in completions]\n"
+    (folder / "reward.py").write_text(f"import {taken}\n\ndef reward(completions):\n{body}")
     (folder / "agent.py").write_text(f"OWNER = {folder.name!r}\n{PROGRAM}")
     (folder / "agent.py.json").write_text(str([*modules, *folders]).replace("'", '"'))
     return folder
@@ -109,6 +119,15 @@ def test_graders_find_their_own_modules(folders, monkeypatch):
     pool = GraderPool("agent:grade", num_workers=1, deadline_s=60, memory_mib=None)
     assert pool.grade([0])[0].value == "[]"
     pool.close()
+
+
+def test_a_reward_function_has_its_own_modules(folders):
+    """By the real command, which calls it on a row."""
+    words = ["configs/smoke.yaml", "data.default.env_name=reward:reward", "data.train.env_name=reward:reward"]
+    command = [sys.executable, "grpo.py", "--check", *words, "data.validation.env_name=reward:reward"]
+    env = os.environ | {"PYTHONPATH": str(folders[0])}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
 
 
 def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):

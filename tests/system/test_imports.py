@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError
+from support.system import imports
 from support.system.imports import import_attribute
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,34 +51,69 @@ def test_a_module_that_is_there_but_fails_is_not_looked_for(text, tmp_path, monk
         import_attribute(f"failing_{len(text)}:f", "env_name")
 
 
+MINE = {"config.py": "KEY = 'mine'", "judges/__init__.py": "", "judges/own.py": "from config import KEY"}
+
+
 @pytest.mark.parametrize(
-    ("module", "files", "taken"),
+    ("module", "files"),
     [
-        ("mine", {"mine.py": "from config import KEY", "config.py": "KEY = 3"}, "config"),
-        ("mine", {"mine.py": "def f():\n    import judges.own", "judges/own.py": ""}, "judges"),
-        ("mine", {"mine.py": "import helper", "helper.py": "import model", "model/__init__.py": ""}, "model"),
-        ("pack_a.mine", {"pack_a/mine.py": "from .b import x", "pack_a/b.py": "import loss", "loss.py": ""}, "loss"),
-        ("rollout", {"rollout.py": "x = 1"}, "rollout"),
-        # What is ours alone, what lies unused, and what is named by its package is no clash.
-        ("mine", {"mine.py": "from config import ConfigError\nimport envs", "envs/notes.txt": ""}, None),
-        ("mine", {"mine.py": "import json", "config.py": "1 / 0", "tools/a.py": ""}, None),
+        ("mine", {"mine.py": "from config import KEY"}),
+        ("mine", {"mine.py": "from helper import KEY", "helper.py": "from judges.own import KEY"}),
         (
-            "pack_b.mine",
-            {"pack_b/__init__.py": "", "pack_b/mine.py": "from .config import x", "pack_b/config.py": "x = 1"},
-            None,
+            "bundle.mine",
+            {"bundle/mine.py": "from .b import KEY", "bundle/b.py": "class A:\n    import config\nKEY = A.config.KEY"},
+        ),
+        ("rollout", {"rollout.py": "from config import KEY"}),
+        # What is ours alone stays ours, and so does what is never imported; a name in a package is no name of ours.
+        ("mine", {"mine.py": "from config import KEY\nfrom envs import Environment", "loss.py": "1 / 0"}),
+        (
+            "bundle.mine",
+            {
+                "bundle/mine.py": "def f():\n    from .config import KEY\n    return KEY\nKEY = f()",
+                "bundle/config.py": "KEY = 'mine'",
+            },
         ),
     ],
 )
-def test_a_users_module_of_a_name_of_ours_is_refused_with_both_paths(module, files, taken, tmp_path, monkeypatch):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
+def test_a_users_module_may_have_a_name_of_ours(module, files, tmp_path, monkeypatch):
+    """Ours are what they were, before and after."""
+    write(tmp_path, MINE | files)
     monkeypatch.syspath_prepend(tmp_path)
-    if taken is None:
-        assert import_attribute(f"{module}:__name__", "env_name") == module
-        monkeypatch.delitem(sys.modules, module)
-        return
+    before = dict(sys.modules), list(sys.path)
+    for _ in range(2):
+        assert import_attribute(f"{module}:KEY", "env_name") == "mine"
+        changed = {name for name, found in sys.modules.items() if before[0].get(name) is not found}
+        assert not {name.partition(".")[0] for name in changed} - {"mine", "helper", "bundle"}
+        assert not before[0].keys() - sys.modules.keys() and sys.path == before[1]
+    for name in changed:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(imports, "_users_modules", {})
+
+
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        ({"mine.py": "def f():\n    import judges.own"}, "judges"),
+        (
+            {
+                "mine.py": "from helper import KEY",
+                "helper.py": "f = lambda: 0\nasync def g():\n    from config import KEY",
+            },
+            "config",
+        ),
+        ({"mine.py": "def f():\n    import helper", "helper.py": "from config import KEY"}, "config"),
+    ],
+)
+def test_a_function_that_would_import_ours_is_refused_with_both_paths(files, taken, tmp_path, monkeypatch):
+    write(tmp_path, MINE | files)
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError) as error:
-        import_attribute(f"{module}:f", "env_name")
+        import_attribute("mine:f", "env_name")
     [ours] = [path for path in (ROOT / f"{taken}.py", ROOT / taken / "__init__.py") if path.exists()]
     assert f"'{taken}' is {tmp_path}/{taken}" in str(error.value) and str(ours) in str(error.value)
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
