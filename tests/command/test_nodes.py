@@ -3,7 +3,6 @@
 First with a grpo.py that only plays a run; what is marked `long` trains, with a stand-in for vLLM.
 """
 
-import json
 import os
 import re
 import shutil
@@ -181,20 +180,8 @@ def whole(tmp_path_factory):
     nodes = start(work, run_words(work, work / "shared", *LEARN))
     ends = [node.wait(200) for node in nodes]
     assert ends == [(0, f"trained to step {NUM_STEPS}")] * 2, nodes[0].log.read_text()[-3000:]
+    assert steps(work / "shared" / "exp_001") == list(range(1, NUM_STEPS + 1))
     return work / "shared" / "exp_001"
-
-
-@pytest.mark.long
-def test_two_nodes_learn_in_one_run_folder(whole):
-    assert [path.name for path in whole.parent.iterdir()] == ["exp_001"]
-    assert steps(whole) == list(range(1, NUM_STEPS + 1))
-    assert json.loads((whole / "exit.json").read_text()) | {"host": 0} == {
-        "code": 0, "reason": f"trained to step {NUM_STEPS}", "rank": 0, "host": 0,
-    }  # fmt: skip
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    greedy = [record["validation/greedy/accuracy"] for record in records if "validation/greedy/accuracy" in record]
-    print(f"accuracy, greedy {greedy[0]} -> {greedy[-1]}")
-    assert greedy[-1] >= greedy[0] + 0.4
 
 
 def assert_bitwise(folder: Path, whole: Path) -> None:

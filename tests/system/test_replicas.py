@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from dist_case import adapted_policy, make_samples, packs_of
+from dist_case import make_samples, packs_of
 from hf_folders import FAMILIES, layout_of, make_hf_folder
 from loop import make_run, train, train_once
 from optimizer_case import ADAMW
@@ -29,7 +29,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
 from support.check.memory_plan import Plan
-from support.hf.weights import full_tensors, save_hf
+from support.hf.weights import save_hf
 from support.run import checkpoint
 from support.system.exits import StopRun
 from support.system.ranks import Ranks, fsdp_mesh, gather, start_process_group
@@ -227,17 +227,6 @@ def checkpoints_and_exports(folder, meshes, work):
     return found
 
 
-def lora(folder, meshes):
-    """Adapters' gradients, as `gradients` has them; digests of what a sync sends, by mesh."""
-
-    def make(mesh):
-        return adapted_policy(folder, mesh)
-
-    meshes = {name: meshes[name] for name in ("2 x 2", "1")}
-    sent = [digest(dict(full_tensors(make(mesh), torch.float32)).values()) for mesh in meshes.values()]
-    return {"gradients": gradients(meshes, make), "sent": gather(sent)}
-
-
 @ranks(4, seconds=900, stand_in=True)
 def facts_of_ranks(folders, work):
     start_process_group(tp_size=1)
@@ -249,7 +238,6 @@ def facts_of_ranks(folders, work):
     return {
         "gradients": gradients(replicated, lambda its: policy_of(folder, its)),
         "late gradients": gradients(late, lambda its: policy_of(folder, its, defers_sync=True)),
-        "lora": lora(folder, meshes),
         "replicas": replicas_after(folder, mesh, 8),
         "verdicts": verdicts(folder, mesh),
         "canary": canary(folder, mesh),
@@ -268,12 +256,10 @@ def four_ranks(tmp_path_factory):
 
 
 def test_gradient_and_its_norm_are_those_of_one_rank(four_ranks):
-    """Of packs that differ in number and tokens; with LoRA of rank 3, which two ranks cannot halve. A sync sends the
-    same on all ranks."""
-    assert len({sent for rank in four_ranks for of_rank in rank["lora"]["sent"] for sent in of_rank}) == 1
+    """Of packs that differ in number and tokens. (tests/system/test_ranks.py has LoRA.)"""
     for rank in four_ranks:
         assert rank["gradients"].keys() == {"2 x 2", "4 x 1", "1"}
-        found = [rank["gradients"], rank["late gradients"], rank["lora"]["gradients"]]
+        found = [rank["gradients"], rank["late gradients"]]
         for errors in (each for by_mesh in found for each in by_mesh.values()):
             assert max(errors) <= 2e-6, errors
 
