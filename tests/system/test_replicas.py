@@ -19,6 +19,7 @@ from hf_folders import FAMILIES, layout_of, make_hf_folder
 from loop import make_run, train, train_once
 from optimizer_case import ADAMW
 from ranks import ranks
+from samples import of_version
 from torch.distributed.fsdp import FSDPModule
 
 import config
@@ -84,6 +85,13 @@ def long_run(folder, mesh, num_steps, **keys):
     return make_run(model, cfg, place(mesh), optimizer=optimizer, num_steps=num_steps, vocab=None), samples, adv_B
 
 
+def train_all(run, samples, adv_B):
+    """The steps of the run, each on these samples as the weights before it would have drawn them."""
+    for version in range(run.num_steps):
+        run.num_steps = version + 1
+        train(run, [of_version(sample, version) for sample in samples], adv_B)
+
+
 def replicas_after(folder, mesh, num_steps):
     """Digests of weights and moments of every rank before and after."""
     run, samples, adv_B = long_run(folder, mesh, num_steps)
@@ -91,7 +99,7 @@ def replicas_after(folder, mesh, num_steps):
     norms = []
     clip = grpo.clip_grad_norm
     with mock.patch.object(grpo, "clip_grad_norm", lambda *args: norms.append(clip(*args)) or norms[-1]):
-        train(run, samples, adv_B)
+        train_all(run, samples, adv_B)
     states = [x.to_local() for state in run.optimizer.state.values() for x in state.values() if x.dim()]
     weights = [param.to_local() for param in run.model.parameters()]
     after = digest([*weights, *states])
@@ -205,7 +213,7 @@ def checkpoints_and_exports(folder, meshes, work):
     found = {"states": {}, "files": {}, "exports": []}
     for saved, loaded in (("2 x 2", ["4", "1"]), ("4", ["2 x 2"])):
         run, samples, adv_B = long_run(folder, meshes[saved], 2)
-        train(run, samples, adv_B)
+        train_all(run, samples, adv_B)
         states = [whole_state(run.model, run.optimizer)]
         with checkpoint.Saver(work / saved, config.CheckpointingConfig(), place(meshes[saved])) as saver:
             reference = {n: p.to_local().detach().clone() for n, p in run.model.named_parameters()}
