@@ -10,12 +10,13 @@ config, on a CPU and as many ranks as trained the step, none does: everything is
 and writes nothing.
 """
 
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from advantages import step_advantages
@@ -25,8 +26,10 @@ from metrics import Numbers
 from model import Decoder, Reference
 from optim import build_optimizer, set_learning_rate
 from pack import make_minibatches
+from records import Sample
 from support.inputs import reader
-from support.inputs.resume import checkpoint_folder, read_meta
+from support.inputs.files import read_records
+from support.inputs.resume import checkpoint_folder, of_this_program, read_meta
 from support.inputs.run_inputs import num_steps_of, read_inputs
 from support.run import checkpoint, dump
 from support.run.start import build_head, build_policy, build_reference, hash_of_base
@@ -65,6 +68,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
     samples = dump.read(folder)
 
     inputs = read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
+    check_ids(folder, samples, inputs.model_config.vocab_size)
     for environment in inputs.environments.values():
         environment.close()
     head_options = build_head(cfg, inputs, device)
@@ -83,6 +87,17 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
     metrics |= mask_metrics
     metrics |= update(model, head_options, optimizer, minibatches, gap, num_bad_steps, cfg, step)
     return Replayed(step, metrics, model, optimizer)
+
+
+def check_ids(folder: Path, samples: Sequence[Sample], vocab_size: int) -> None:
+    """ConfigError where a token is none of the model's."""
+    for sample in samples:
+        for row in sample.sequences:
+            ids = np.array(row.token_ids)
+            if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+                raise ConfigError(
+                    f"{folder}: has the token id {ids.max(initial=0)}, but policy.model_name has {vocab_size:,} ids"
+                )
 
 
 def restore_step_before(
@@ -106,13 +121,14 @@ def restore_step_before(
     wanted = replace(cfg.checkpointing, resume="must", resume_step=str(step - 1))
     reference_shards = reference.shards if reference else {}
     state = checkpoint.load(checkpoints, wanted, model, optimizer, ranks, reference_shards, base_sha256)
-    return state["num_bad_steps"]
+    with of_this_program(before):
+        return int(state["num_bad_steps"])
 
 
 def compare(run_folder: Path, step: int, metrics: Numbers) -> str:
     """A table of the metrics that differ from those that the run logged for the step."""
     logged = logged_metrics(run_folder, step)
-    compared = [name for name in metrics if f"train/{name}" in logged]
+    compared = [name for name in metrics if isinstance(logged.get(f"train/{name}"), int | float)]
     lines = [f"{f'step {step} of {run_folder}':<42} {'logged':>16} {'replayed':>16}"]
     for name in compared:
         before, now = logged[f"train/{name}"], metrics[name]
@@ -125,9 +141,8 @@ def compare(run_folder: Path, step: int, metrics: Numbers) -> str:
 
 def logged_metrics(run_folder: Path, step: int) -> Numbers:
     """The line of metrics.jsonl that the run wrote for the step; empty if the step stopped the run."""
-    for line in (run_folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if record["step"] == step and "train/loss" in record:
+    for _, record in read_records(run_folder / "metrics.jsonl"):
+        if record.get("step") == step and "train/loss" in record:
             return record
     return {}
 

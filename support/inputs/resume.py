@@ -10,8 +10,13 @@ import operator
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError
 
 from config import CheckpointingConfig, Config, ConfigError, DataError
 from support.hf.lora_layers import KEY as LORA
@@ -20,6 +25,8 @@ from support.inputs.files import read_json
 from support.system.disk import describe_os_error
 
 VERSION = 5  # the format of a checkpoint's files
+# What reading a file raises that has another form.
+FOREIGN = (ValueError, LookupError, TypeError, AttributeError, SafetensorError, msgspec.ValidationError)
 # Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
 SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
@@ -99,8 +106,22 @@ def read_meta(checkpoint: Path) -> dict | str:
         return str(error)
     except OSError as error:
         return describe_os_error(error)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{file}: not written by this program ({type(error).__name__}: {error})"
+    except FOREIGN as error:
+        return foreign(file, error)
+
+
+def foreign(path: Path, error: Exception) -> str:
+    """What is wrong with a file or folder at which reading failed with one of FOREIGN."""
+    return f"{path}: not written by this program ({type(error).__name__}: {error})"
+
+
+@contextmanager
+def of_this_program(path: Path) -> Iterator[None]:
+    """Within, the content of `path` is read, whose checksums are right: ConfigError where it has another form."""
+    try:
+        yield
+    except FOREIGN as error:
+        raise ConfigError(foreign(path, error)) from error
 
 
 def digest(meta: dict) -> str:

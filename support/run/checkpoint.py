@@ -34,7 +34,17 @@ from torch.distributed.tensor import DTensor
 from config import CheckpointingConfig, ConfigError
 from support.hf.weights import local_shard
 from support.inputs.model_config import weight_files
-from support.inputs.resume import VERSION, by_metric, candidates, committed, damaged, digest, numbered, read_meta
+from support.inputs.resume import (
+    VERSION,
+    by_metric,
+    candidates,
+    committed,
+    damaged,
+    digest,
+    numbered,
+    of_this_program,
+    read_meta,
+)
 from support.system.disk import flush, replace_folder, write_whole
 from support.system.exits import Saved, StopRun
 from support.system.optimizer import Optimizer
@@ -247,16 +257,24 @@ def load(
         problem = problem_of(path, ranks)
         if problem is None:
             meta = read_meta(path)
-            state = meta["state"]
-            if state.get("base_sha256") != base:
-                raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
-            _restore(path, sorted(meta["files"]), model, optimizer, reference)
-            state["step"] = meta["step"]
-            return state
+            with of_this_program(path):
+                return _load(path, meta, model, optimizer, reference, base)
         if cfg.resume != "auto":
             raise ConfigError(damaged(problem, path))
         ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
     raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; unset the key to start anew")
+
+
+def _load(
+    path: Path, meta: dict, model: nn.Module, optimizer: HasState | None, reference: dict[str, Tensor], base: str | None
+) -> dict:
+    """The state of a checkpoint whose checksums are right, with `step`; its tensors go where `load` says."""
+    state = meta["state"]
+    if state.get("base_sha256") != base:
+        raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
+    _restore(path, sorted(meta["files"]), model, optimizer, reference)
+    state["step"] = meta["step"]
+    return state
 
 
 def problem_of(path: Path, ranks: Ranks) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.numpy import load_file
@@ -21,7 +22,7 @@ from tokenizers.decoders import DecodeStream
 from head import response_logps
 from pack import assign_to_ranks, empty_pack, pack_samples, to_device
 from records import Grade, Sample
-from support.inputs.resume import VERSION
+from support.inputs.resume import VERSION, of_this_program
 from support.inputs.tokenizer import Tokenizer
 from support.run import checkpoint
 from support.run.start import Run
@@ -69,11 +70,20 @@ def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int
 
 
 def read(folder: Path) -> list[Sample]:
-    """The samples that `write` wrote, in their order, with their forks. Every rank gets all tokens."""
-    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    """The samples that `write` wrote, in their order, with their forks. Every rank gets all tokens. ConfigError where
+    the files have another form."""
+    with of_this_program(folder):
+        return _read(folder)
+
+
+def _read(folder: Path) -> list[Sample]:
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     rows: dict[int, Sample] = {}  # by the number of the line
     for file in sorted(folder.glob("rank_*.safetensors")):
         columns = load_file(file)
+        for column in COLUMNS.values():
+            if columns[column].shape != (columns["num_tokens_S"].sum(),):
+                raise ValueError(f"{file.name}: {column} has the shape {columns[column].shape}")
         end = 0
         for number, num_tokens in zip(columns["sample_S"].tolist(), columns["num_tokens_S"].tolist(), strict=True):
             start = end
@@ -98,8 +108,12 @@ def _row_of(record: dict, tokens: dict[str, np.ndarray]) -> Sample:
     """The sequence of a line. A dump of an older version lacks fields, which keep their defaults."""
     fields_of_sample = {name: record[name] for name in RECORDED if name in record}
     fields_of_grade = {name: record[name] for name in RECORDED_OF_GRADE if name in record}
-    is_filtered = record["num_trained_tokens"] == 0
-    return Sample(**fields_of_sample, **tokens, grade=Grade(**fields_of_grade), is_filtered=is_filtered)
+    row = msgspec.convert(fields_of_sample | {"grade": fields_of_grade}, Sample)
+    for name, values in tokens.items():
+        setattr(row, name, values)
+    row.is_filtered = record["num_trained_tokens"] == 0
+    row.count_tokens()
+    return row
 
 
 def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], tokenizer: Tokenizer) -> None:

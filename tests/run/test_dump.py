@@ -1,5 +1,6 @@
 """Dumps: what a dump holds, that it changes nothing, and that replay.py trains the step again to the bit."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from small_run import ROOT, STARTER, arguments, write_rows
 import grpo
 import replay
 from config import ConfigError
+from support.inputs.resume import digest
 from support.inputs.tokenizer import Tokenizer
 from support.run import checkpoint, dump, steps
 from support.system.exits import StopRun
@@ -279,6 +281,28 @@ def test_a_damaged_dump_and_one_whose_checkpoint_is_gone_are_refused(one_rank, p
     tokens.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ConfigError, match=r"rank_000\.safetensors: .*checksum"):
         replayed(one_rank, tmp_path / "exp_001", 1)
+    tokens.write_bytes(content)
+    line = json.loads((plain[0] / "rollouts" / "step_000001" / "samples.jsonl").read_text().splitlines()[0])
+    for text in ("null", "{", json.dumps(line | {"reward": "x"}), json.dumps(line | {"row_id": None})):
+        (copy / "samples.jsonl").write_text(text + "\n")  # by another program, with right checksums
+        seal(copy)
+        with pytest.raises(ConfigError, match=r"step_000001: not written by this program"):
+            replayed(one_rank, tmp_path / "exp_001", 1)
+
+
+def seal(folder):
+    """Right checksums in meta.json."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["sha256"]
+    for name in meta["files"]:
+        content = (folder / name).read_bytes()
+        meta["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digest(meta)}))
+
+
+def test_a_log_with_a_line_that_a_kill_cut(plain, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text((plain[0] / "metrics.jsonl").read_text() + '{"step": 1, "train/lo')
+    assert replay.logged_metrics(tmp_path, 1) == replay.logged_metrics(plain[0], 1) != {}
 
 
 @pytest.mark.long
