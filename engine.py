@@ -64,6 +64,8 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int | None = None
     stop_strings: tuple[str, ...] = ()  # besides the config's
+    stop_token_ids: tuple[int, ...] = ()  # besides the end tokens
+    top_logprobs: int = 0  # of how many tokens, at each position, the completion has the log-probability
 
     @classmethod
     def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
@@ -75,7 +77,8 @@ class SamplingOptions:
 class Completion:
     """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
     temperature and filter), why it ended, "stop" (an end token or stop string) or "length", and the weight version that
-    each id was drawn from.
+    each id was drawn from. likeliest: of each position the likeliest ids, as many as were asked for, with their
+    log-probabilities.
 
     Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
     """
@@ -84,6 +87,7 @@ class Completion:
     logps: np.ndarray
     finish_reason: str
     versions: np.ndarray
+    likeliest: Sequence[dict[int, float]] = ()
 
 
 class Engine:
@@ -194,8 +198,8 @@ class Engine:
                 top_p=options.top_p,
                 top_k=options.top_k or 0,  # vLLM's word for no limit
                 max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
-                stop_token_ids=self.stop_token_ids,
-                logprobs=0,  # of the sampled token only
+                stop_token_ids=[*self.stop_token_ids, *options.stop_token_ids],
+                logprobs=options.top_logprobs,  # besides the sampled token's
                 flat_logprobs=True,  # lists, not a dict and an object per token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -243,6 +247,11 @@ class Engine:
             self.llm.llm_engine.abort_request(running)
         for name in names:
             self.unclaimed.pop(name, None)
+
+    def ids_so_far(self) -> dict[str, list[int]]:
+        """What each unfinished request has sampled."""
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        return {state.external_req_id: state.detokenizer.token_ids for state in states}
 
     @property
     def is_idle(self) -> bool:
@@ -349,7 +358,21 @@ def _completion(output, spans: list[tuple[int, int]]) -> Completion:
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     versions, starts = zip(*spans, strict=True)
     versions = np.repeat(np.asarray(versions, np.int32), np.diff([*starts, len(ids)]))
-    return Completion(np.asarray(ids, np.int32), np.asarray(logps, np.float32), output.finish_reason, versions)
+    logps = np.asarray(logps, np.float32)
+    return Completion(np.asarray(ids, np.int32), logps, output.finish_reason, versions, _likeliest(flat))
+
+
+def _likeliest(flat) -> list[dict[int, float]]:
+    """Of each position the ids that vLLM tells beside the sampled one; [] if it was asked for none."""
+    positions = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        num_asked = end - start - 1
+        if num_asked == 0:
+            return []
+        logp_of = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+        ordered = sorted(logp_of, key=logp_of.get, reverse=True)
+        positions.append({token_id: logp_of[token_id] for token_id in ordered[:num_asked]})
+    return positions
 
 
 def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:

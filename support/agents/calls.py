@@ -24,6 +24,7 @@ class Completion(Protocol):
     logps: np.ndarray
     versions: np.ndarray
     finish_reason: str
+    likeliest: Sequence[dict[int, float]]
 
 
 class Options(Protocol):
@@ -31,13 +32,16 @@ class Options(Protocol):
 
     max_new_tokens: int
     stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    top_logprobs: int
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A prompt and, once it has ended, the engine's completion. parent: the call whose reply the prompt goes on from.
-    ask: number of the request. links: digests of its tools and messages. seed: of what was asked and how often, never
-    of when. reply: the message that the agent got; reply_links: of the forms in which it may send it back."""
+    ask: number of the request. links: digests of what the template gets beside the messages, and of each message but
+    the one with which the reply goes on. seed: of what was asked and how often, never of when. sent: what a stream has
+    told of the reply. reply: the message that the agent got; reply_links: of the forms in which it may send it back."""
 
     parent: "Call | None"
     ask: int
@@ -46,6 +50,7 @@ class Call:
     prompt_ids: list[int]
     seed: int
     completion: Completion | None = None
+    sent: str = ""
     reply: dict = field(default_factory=dict)
     reply_links: set[bytes] = field(default_factory=set)
 
@@ -63,7 +68,8 @@ class Call:
         if self.request.train is False:
             return
         for content in contents:
-            self.reply_links.add(link_of(read_message(message | {"content": content})))
+            whole = self.request.opening + content
+            self.reply_links.add(link_of(read_message(message | {"content": whole})))
 
     def is_continued_by(self, links: Sequence[bytes]) -> bool:
         """Whether these messages are the call's, then its reply, and maybe others."""
@@ -94,10 +100,19 @@ class Rollout:
             raise Refused(f"this agent has used up max_calls={self.max_calls}", 429, "rate_limit_exceeded")
         if num_bytes > 65536 + CHARS_PER_TOKEN * self.max_tokens:  # to encode 16 MiB would take 16 s
             raise self._no_room(f"{num_bytes:,} bytes")
-        links = [digest(request.tools or None), *map(link_of, request.messages)]
+        beside = [request.tools or None, request.chat_template_kwargs or None]
+        links = [digest(beside), *map(link_of, request.messages)]
         known = [call for call in self.calls if call.is_continued_by(links)]
         parent = max(known, key=lambda call: (len(call.links), -call.seed), default=None)
-        prompt_ids = self._prompt_ids(request, parent, known, tokenizer)
+        if request.continue_final_message:
+            reply_link = links.pop()
+            parent = self._cut_call(links, reply_link)
+            if parent is None:
+                prompt_ids = self._opened_ids(request, tokenizer)
+            else:
+                prompt_ids = parent.ids
+        else:
+            prompt_ids = self._prompt_ids(request, parent, known, tokenizer)
         if len(prompt_ids) >= self.max_tokens:
             raise self._no_room(f"{len(prompt_ids):,} tokens")
         seeds = self._free_seeds(prompt_ids, num_calls)
@@ -111,8 +126,9 @@ class Rollout:
         """What is known of the messages stays as it was sampled; the template writes the rest."""
         messages = request.messages
         tools = request.tools
+        options = {"template_kwargs": request.chat_template_kwargs, "max_tokens": self.max_tokens}
         if parent is None:
-            return tokenizer.render(messages, tools, escape=True, max_tokens=self.max_tokens)
+            return tokenizer.render(messages, tools, escape=True, **options)
         reply_at = len(parent.links) - 1  # a link is the tools'
         before = list(messages[:reply_at])
         # What the template makes of the replies before is cut off; it may refuse to write their calls.
@@ -121,7 +137,19 @@ class Rollout:
                 before[len(call.links) - 1] = {"role": "assistant", "content": ""}
         reply_ids = parent.completion.ids
         after = messages[reply_at + 1 :]
-        return parent.ids + tokenizer.observation_ids(before, reply_ids, after, tools, max_tokens=self.max_tokens)
+        return parent.ids + tokenizer.observation_ids(before, reply_ids, after, tools, **options)
+
+    def _cut_call(self, links: Sequence[bytes], reply_link: bytes) -> Call | None:
+        """The call with these messages and this reply, which only the limit of tokens ended."""
+        for call in self.calls:
+            if call.links == links and reply_link in call.reply_links and call.completion.finish_reason == "length":
+                return call
+        return None
+
+    def _opened_ids(self, request: Request, tokenizer: Tokenizer) -> list[int]:
+        return tokenizer.open_reply_ids(
+            request.messages, request.tools, template_kwargs=request.chat_template_kwargs, max_tokens=self.max_tokens
+        )
 
     def _free_seeds(self, prompt_ids: list[int], num_calls: int) -> list[int]:
         """Seeds that no other call of this prompt has."""

@@ -1,13 +1,14 @@
-"""Requests and replies as OpenAI's chat completions have them. Knows no tokens, no HTTP and no engine."""
+"""The wire of OpenAI's chat completions, and what it shares with the others: the request that the calls see, replies,
+refusals. No wire knows tokens, HTTP or the engine.
+"""
 
 import hashlib
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from config import shortened
 
@@ -17,6 +18,7 @@ MESSAGE_FORM = "expected {role, content} with a text or parts of text, and tool_
 TOOL_FORM = "expected {type: function, function: {name, description, parameters}}"
 Count = Annotated[int, Field(ge=1)] | None
 Text = Annotated[str, Field(min_length=1)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)] | None
 
 
 class Refused(Exception):
@@ -75,11 +77,11 @@ def _read_call(call: dict) -> dict:
         raise TypeError(f"the name of a function is {shortened(name)}")
     arguments = call["function"].get("arguments") or "{}"
     if isinstance(arguments, str):
-        arguments = _read_arguments(arguments)
+        arguments = read_arguments(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _read_arguments(text: str) -> Any:
+def read_arguments(text: str) -> Any:
     """What the JSON says. Where it is none, or says what no tokenizer can encode, the template gets the text as it is.
     Raises RecursionError."""
     try:
@@ -126,20 +128,48 @@ class Request(BaseModel):
     max_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     max_completion_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     stop: Annotated[list[Text], BeforeValidator(_as_list)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs = None
     response_format: dict | None = None
     modalities: list[Literal["text"]] | None = None
     functions: None = None
+    chat_template_kwargs: dict | None = None
+    continue_final_message: bool | None = None
     return_token_ids: bool | None = None
     train: bool | None = None
+
+    @model_validator(mode="after")
+    def _ends_with_what_goes_on(self) -> Self:
+        last = self.messages[-1]
+        if self.continue_final_message and (last["role"] != "assistant" or "tool_calls" in last):
+            raise ValueError("a reply can only go on with an assistant's text at the end of the messages")
+        return self
 
     @property
     def callable_tools(self) -> list[dict] | None:
         """The tools that a reply may call."""
         return self.tools if self.tool_choice != "none" else None
+
+    @property
+    def opening(self) -> str:
+        """The text at the end of the prompt with which the reply goes on."""
+        return self.messages[-1]["content"] if self.continue_final_message else ""
+
+
+def read_body(model: type[BaseModel], body: bytes | dict, renamed: dict[str, str]) -> BaseModel:
+    """The body of a request. renamed: what this wire calls keys of the model. Raises Refused."""
+    try:
+        if isinstance(body, bytes):
+            return model.model_validate_json(body)
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        [name, *rest] = first["loc"] or ["body"]
+        place = ".".join(str(part) for part in (renamed.get(name, name), *rest))
+        raise Refused(f"{place}: {first['msg']}") from error
 
 
 def digest(value: Any) -> bytes:
@@ -156,19 +186,40 @@ def link_of(message: dict) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- replies
 
 
+class Token(NamedTuple):
+    """A token, as logprobs tell it."""
+
+    text: str
+    logp: float
+
+    @property
+    def object(self) -> dict:
+        return {"token": self.text, "logprob": self.logp, "bytes": list(self.text.encode())}
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A sampled reply. seed: of its call. tool_calls: {name, arguments in JSON} of each. ids, logps: of its tokens.
-    texts: of each token, if the request asks for logprobs."""
+    """A sampled reply. seed: of its call. tool_calls: {name, arguments in JSON} of each. stop_string: of the request,
+    at which the reply ended. ids: of its tokens. tokens, likeliest: where the request asks for logprobs, each token and
+    the likeliest ones at its place."""
 
     seed: int
     reasoning: str | None
     content: str | None
     tool_calls: list[dict]
     finish_reason: str
+    stop_string: str | None
     ids: list[int]
-    logps: list[float]
-    texts: list[str]
+    tokens: list[Token]
+    likeliest: list[list[Token]]
+
+    @property
+    def calls(self) -> list[dict]:
+        """The tool calls with their ids."""
+        return [
+            {"type": "function", "id": f"call_{self.seed:012x}_{number}", "index": number, "function": call}
+            for number, call in enumerate(self.tool_calls)
+        ]
 
     @property
     def message(self) -> dict:
@@ -177,60 +228,123 @@ class Reply:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {"type": "function", "id": f"call_{self.seed:012x}_{number}", "index": number, "function": call}
-                for number, call in enumerate(self.tool_calls)
-            ]
+            message["tool_calls"] = self.calls
         return message
 
-
-def completion_object(request: Request, prompt_ids: list[int], replies: Sequence[Reply]) -> dict:
-    """The object `chat.completion` that answers a request."""
-    num_new = sum(len(reply.ids) for reply in replies)
-    usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": num_new, "total_tokens": len(prompt_ids) + num_new}
-    body = {"id": f"chatcmpl-{replies[-1].seed:012x}", "object": "chat.completion", "created": int(time.time())}
-    if request.return_token_ids:
-        body["prompt_token_ids"] = prompt_ids
-    body["model"] = "policy"
-    body["choices"] = [_choice(request, index, reply) for index, reply in enumerate(replies)]
-    body["usage"] = usage
-    return body
+    @property
+    def logprobs(self) -> list[dict]:
+        """Of each token, as chat completions and responses have them."""
+        entries = []
+        for number, token in enumerate(self.tokens):
+            likeliest = [other.object for other in self.likeliest[number]] if self.likeliest else []
+            entries.append(token.object | {"top_logprobs": likeliest})
+        return entries
 
 
-def _choice(request: Request, index: int, reply: Reply) -> dict:
-    end = reply.finish_reason
-    if reply.tool_calls and end == "stop":
-        end = "tool_calls"
-    choice = {"index": index, "message": reply.message, "finish_reason": end, "logprobs": None}
-    if request.logprobs:
-        tokens = []
-        for text, logp in zip(reply.texts, reply.logps, strict=True):
-            token = {"token": text, "logprob": logp, "bytes": list(text.encode())}
-            likeliest = [token] if request.top_logprobs else []  # the engine keeps no other
-            tokens.append(token | {"top_logprobs": likeliest})
-        choice["logprobs"] = {"content": tokens, "refusal": None}
-    if request.return_token_ids:
-        choice["token_ids"] = reply.ids
-    return choice
+class Delta(NamedTuple):
+    """More text of a reply that has not ended. seed: of the last call of the request. index: of the reply."""
+
+    seed: int
+    num_prompt_tokens: int
+    index: int
+    text: str
 
 
-def stream_of(request: Request, answer: dict | Refused) -> str:
-    """The events of a stream: the whole reply in one, and the usage if the client wants it."""
-    if isinstance(answer, Refused):
-        return _events([answer.body])
-    head = {name: value for name, value in answer.items() if name != "usage"}
-    head["object"] = "chat.completion.chunk"
-    choices = []
-    for choice in answer["choices"]:
-        chunk = dict(choice)
-        chunk["delta"] = chunk.pop("message")
-        choices.append(chunk)
-    chunks = [head | {"choices": choices}]
-    if request.stream_options and request.stream_options.get("include_usage"):
-        chunks.append(head | {"choices": [], "usage": answer["usage"]})
-    return _events(chunks)
+class Answer(NamedTuple):
+    """The replies to a request, which have ended."""
+
+    prompt_ids: list[int]
+    replies: list[Reply]
+
+    @property
+    def seed(self) -> int:
+        return self.replies[-1].seed
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(len(reply.ids) for reply in self.replies)
 
 
-def _events(chunks: Sequence[dict]) -> str:
-    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-    return "".join(lines) + "data: [DONE]\n\n"
+Conversations = dict[str, list[dict]]  # of a rollout: the messages up to a reply, by its id
+
+
+class Chat:
+    """A request over this wire. The other wires have the same methods; their requests become this one's."""
+
+    def __init__(self, body: bytes, _: Conversations):
+        self.request = read_body(Request, body, renamed={})
+        self.sent: dict[int, str] = {}  # what a stream has told of each reply
+
+    @property
+    def not_enforced(self) -> dict:
+        """What the client asks for by keys that may have no effect."""
+        typed = {"tool_choice": self.request.tool_choice, "response_format": self.request.response_format}
+        return self.request.model_extra | typed
+
+    @staticmethod
+    def failure(refused: Refused) -> dict:
+        return refused.body
+
+    def reply(self, answer: Answer) -> dict:
+        """The object `chat.completion`."""
+        body = self._head("chat.completion", answer)
+        body["choices"] = [self._choice(index, reply) for index, reply in enumerate(answer.replies)]
+        body["usage"] = _usage(answer)
+        return body
+
+    def _head(self, kind: str, answer: Answer | Delta) -> dict:
+        head = {"id": f"chatcmpl-{answer.seed:012x}", "object": kind, "created": int(time.time()), "model": "policy"}
+        if self.request.return_token_ids and isinstance(answer, Answer):
+            head["prompt_token_ids"] = answer.prompt_ids
+        return head
+
+    def _choice(self, index: int, reply: Reply) -> dict:
+        end = reply.finish_reason
+        if reply.tool_calls and end == "stop":
+            end = "tool_calls"
+        choice = {"index": index, "message": reply.message, "finish_reason": end, "logprobs": None}
+        if self.request.logprobs:
+            choice["logprobs"] = {"content": reply.logprobs, "refusal": None}
+        if self.request.return_token_ids:
+            choice["token_ids"] = reply.ids
+        return choice
+
+    def stream_delta(self, delta: Delta) -> str:
+        message = {"content": delta.text}
+        if delta.index not in self.sent:
+            message["role"] = "assistant"
+        self.sent[delta.index] = self.sent.get(delta.index, "") + delta.text
+        choice = {"index": delta.index, "delta": message, "finish_reason": None, "logprobs": None}
+        return _event(self._head("chat.completion.chunk", delta) | {"choices": [choice]})
+
+    def stream_end(self, answer: Answer) -> str:
+        """What has not been told yet, and the usage if the client wants it."""
+        head = self._head("chat.completion.chunk", answer)
+        choices = []
+        for index, reply in enumerate(answer.replies):
+            choice = self._choice(index, reply)
+            message = choice.pop("message")
+            if index in self.sent:
+                message = {"content": message["content"][len(self.sent[index]) :]}
+            choices.append(choice | {"delta": message})
+        events = [_event(head | {"choices": choices})]
+        if self.request.stream_options and self.request.stream_options.get("include_usage"):
+            events.append(_event(head | {"choices": [], "usage": _usage(answer)}))
+        return "".join(events) + "data: [DONE]\n\n"
+
+    def stream_failure(self, refused: Refused) -> str:
+        return _event(refused.body) + "data: [DONE]\n\n"
+
+
+def _usage(answer: Answer) -> dict:
+    num_prompt = answer.num_prompt_tokens
+    num_new = answer.num_new_tokens
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+
+
+def _event(chunk: dict) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"

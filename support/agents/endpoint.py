@@ -6,7 +6,7 @@ has ended and starts what was asked for. server.py has the thread that speaks HT
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from config import DataError
 from envs import StepResult
 from records import Sample
 from support.agents.calls import Call, Completion, Options, Rollout, fill
-from support.agents.chat import Refused, Reply, completion_object
+from support.agents.chat import Answer, Delta, Refused, Reply, Request, Token
 from support.agents.environment import LOOPBACK, Agent
 from support.agents.parser import Parsed
 from support.agents.server import Asked, Gone, Server
@@ -22,6 +22,7 @@ from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import Ranks
 
 IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
+LEAST_LOGP = -9999.0  # JSON has no infinity; vLLM's own server writes this number, too
 # What a request's own messages cause. StopIteration: they use all of Unicode.
 FAULTS_OF_THE_REQUEST = (DataError, RecursionError, StopIteration)
 
@@ -43,13 +44,29 @@ class SamplingEngine(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
+    def ids_so_far(self) -> dict[str, list[int]]: ...
+
 
 class Parser(Protocol):
     """parser.ReplyParser."""
 
     needs_special_tokens: bool
 
+    def keeps_text(self, tools: list[dict] | None) -> bool: ...
+
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed: ...
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """A reply that is told while it is decoded. number: of its request. index: of the reply among the request's. The
+    next piece is told when it has next_size ids."""
+
+    number: int
+    index: int
+    seed: int
+    call: Call
+    next_size: int = 1
 
 
 class Endpoint:
@@ -65,6 +82,7 @@ class Endpoint:
         self.parse = parse
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
+        self.streams: dict[str, Stream] = {}  # by the engine's request ids
         self.server: Server | None = None
         if ranks.leads_engine:
             addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
@@ -139,12 +157,15 @@ class Endpoint:
             calls = self.running.pop(number)
             for request_id, call in calls.items():
                 call.completion = self.engine.unclaimed.pop(request_id)
+                self.streams.pop(request_id, None)
             self._reply(number, [*calls.values()])
         for event in self.ranks.broadcast_from_tp_leader(self._take):
             if isinstance(event, Asked):
                 self._start(event)
             elif event.key in self.rollouts:
                 self._drop(self.rollouts[event.key], event.number)
+        if self.streams:
+            self._tell_streams()
 
     def _take(self) -> list[Asked | Gone]:
         return self.server.take(IDLE_SECONDS if self.engine.is_idle else 0.0)
@@ -170,61 +191,123 @@ class Endpoint:
         for limit in (request.max_completion_tokens, request.max_tokens):
             if limit is not None:
                 limits.append(limit)
-        options = replace(rollout.options, max_new_tokens=min(limits), stop_strings=tuple(request.stop or ()))
+        options = replace(
+            rollout.options,
+            max_new_tokens=min(limits),
+            stop_strings=tuple(request.stop or ()),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            top_logprobs=_num_likeliest(request),
+        )
         prompts = [call.prompt_ids for call in calls]
         seeds = [call.seed for call in calls]
         request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
         self.running[asked.number] = dict(zip(request_ids, calls, strict=True))
+        if request.stream and self.parse.keeps_text(request.callable_tools):
+            for index, (request_id, call) in enumerate(zip(request_ids, calls, strict=True)):
+                self.streams[request_id] = Stream(asked.number, index, seeds[-1], call)
+
+    def _tell_streams(self) -> None:
+        """Tells what the replies have gained, each when it is longer by an eighth. So what it costs to decode a reply
+        from its start each time is in proportion to its length."""
+        sampled = self.engine.ids_so_far()
+        for request_id, stream in self.streams.items():
+            ids = sampled.get(request_id, ())
+            if len(ids) < stream.next_size:
+                continue
+            stream.next_size = len(ids) + 1 + len(ids) // 8
+            call = stream.call
+            text = self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
+            text = certain_text(text, call.request.stop or ())
+            if len(text) > len(call.sent) and text.startswith(call.sent):
+                gained = text[len(call.sent) :]
+                call.sent = text
+                self._answer(stream.number, Delta(stream.seed, len(call.prompt_ids), stream.index, gained))
 
     def _drop(self, rollout: Rollout, number: int) -> None:
         """As if it had never been asked: the client has not had the answer."""
-        self.engine.abort([*self.running.pop(number, ())])
-        if self.server:
-            self.server.forget(number)
+        request_ids = [*self.running.pop(number, ())]
+        self.engine.abort(request_ids)
+        for request_id in request_ids:
+            self.streams.pop(request_id, None)
         rollout.forget(number)
 
-    def _answer(self, number: int, answer: dict | Refused) -> None:
+    def _answer(self, number: int, answer: Delta | Answer | Refused) -> None:
         if self.server:  # else another rank has the clients
-            self.server.answer(number, answer)
+            self.server.tell(number, answer)
 
     def _fail(self, number: int, error: Exception) -> None:
         """This program failed at a request, which costs no other."""
         for rollout in self.rollouts.values():
             rollout.forget(number)
         if self.server:
-            self.server.answer(number, self.server.fault(error))
+            self.server.tell(number, self.server.fault(error))
 
     def _reply(self, number: int, calls: list[Call]) -> None:
         """Answers a request whose calls have ended."""
         try:
             replies = [self._read(call) for call in calls]
-            answer = completion_object(calls[0].request, calls[0].prompt_ids, replies)
         except Exception as error:
             self._fail(number, error)
             return
-        self._answer(number, answer)
+        self._answer(number, Answer(calls[0].prompt_ids, replies))
 
     def _read(self, call: Call) -> Reply:
         """The reply as the client gets it; the call can now be gone on from."""
         request = call.request
         completion = call.completion
         ids = completion.ids.tolist()
-        text = self._text_of(completion)
+        text = self._text_of(completion, request)
         found = [(text.index(string), string) for string in request.stop or () if string in text]
-        length, cut_at = min(found, default=(len(text), ""))
+        length, cut_at = min(found, default=(len(text), None))
         parsed = self.parse(text[:length], request.callable_tools)
-        texts = []
+        tokens = []
+        likeliest = []
         if request.logprobs:
-            texts = [self.tokenizer.decode([token_id], special=True) for token_id in ids]
-        said = parsed.reasoning, parsed.content, parsed.tool_calls
-        reply = Reply(call.seed, *said, completion.finish_reason, ids, completion.logps.tolist(), texts)
+            tokens = [self._token(*pair) for pair in zip(ids, completion.logps.tolist(), strict=True)]
+        if _num_likeliest(request):
+            likeliest = [[self._token(*pair) for pair in others.items()] for others in completion.likeliest]
+        reply = Reply(
+            call.seed,
+            parsed.reasoning,
+            parsed.content,
+            parsed.tool_calls,
+            completion.finish_reason,
+            cut_at,
+            ids,
+            tokens,
+            likeliest,
+        )
         contents = [parsed.content or "", *parsed.with_thought]
-        endings = {"", cut_at}  # a client may put the stop string back
+        if call.sent:  # bytes that were a character alone may be none beside those that follow
+            contents.append(call.sent + contents[0][len(call.sent) :])
+        endings = {"", cut_at or ""}  # a client may put the stop string back
         call.add_reply(reply.message, [content + ending for content in contents for ending in endings])
         return reply
 
-    def _text_of(self, completion: Completion) -> str:
+    def _token(self, token_id: int, logp: float) -> Token:
+        return Token(self.tokenizer.decode([token_id], special=True), max(logp, LEAST_LOGP))
+
+    def _text_of(self, completion: Completion, request: Request) -> str:
         ids = completion.ids.tolist()
-        if completion.finish_reason == "stop" and ids[-1] in self.engine.stop_token_ids:
+        ends = [*self.engine.stop_token_ids, *(request.stop_token_ids or ())]
+        if completion.finish_reason == "stop" and ids[-1] in ends:
             ids = ids[:-1]
         return self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
+
+
+def _num_likeliest(request: Request) -> int:
+    """How many tokens at each place the client wants to see, besides the sampled one."""
+    if request.logprobs and request.top_logprobs:
+        return request.top_logprobs
+    return 0
+
+
+def certain_text(text: str, stop_strings: Sequence[str]) -> str:
+    """Without an end that more ids may change: part of a character, or of a stop string."""
+    text = text.rstrip("\ufffd")
+    size = len(text)
+    for string in stop_strings:
+        for start in range(1, len(string)):
+            if text.endswith(string[:start]):
+                size = min(size, len(text) - start)
+    return text[:size]

@@ -47,6 +47,10 @@ class ReplyParser:
         except Exception as error:
             raise ConfigError(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs: {error}") from error
 
+    def keeps_text(self, tools: list[dict] | None) -> bool:
+        """Whether a reply's text is its content as it is."""
+        return self.reasoning_parser is None and not (tools and self.tool_parser)
+
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed:
         """A reply that the parser cannot read, or a call that no client can be sent, stays text."""
         reasoning = None

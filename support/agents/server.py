@@ -13,20 +13,20 @@ import threading
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import uvicorn
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from config import shortened
-from support.agents.chat import Refused, Request, stream_of
+from support.agents.chat import Answer, Chat, Conversations, Delta, Refused, Request
+from support.agents.messages import Messages
+from support.agents.responses import Responses
 from support.system.disk import say
 from support.system.exits import StopRun, place_of
 
@@ -34,27 +34,56 @@ MAX_BYTES = 16 << 20  # of a request
 KEEP_ALIVE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
 LINGER_SECONDS = 5.0  # a worker's next rollout may begin at once, on the connection of the last one
 MAX_FAULTS = 100  # requests of a run that this program, and not the client, failed
-ROLLOUT = r"/rollout/(?P<key>\w+)/v1"
-CHAT = re.compile(f"POST {ROLLOUT}/chat/completions")
-MODELS = re.compile(f"GET {ROLLOUT}/models")
-ONE_MODEL = re.compile(f"GET {ROLLOUT}/models/.+")
+# Anthropic's clients add /v1 to their base URL, OpenAI's do not.
+PATH = re.compile(r"(?P<method>GET|POST) /rollout/(?P<key>\w+)(/v1){0,2}/(?P<name>[a-z].*)")
+SERVED = "chat/completions, responses, messages, models"
 # By the run: what was sampled in another way would be trained as if it were the policy's.
 DECIDED = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "tool_choice")
 DECIDED += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # What changes no reply, and the values that ask for what is served.
 HARMLESS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+HARMLESS += ("prompt_cache_retention", "include", "max_tool_calls", "stream_options")
 SERVED_VALUES = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "thinking": ({"type": "disabled"},),
+    "truncation": ("disabled",),
+    "reasoning": ({},),
     "parallel_tool_calls": (True,),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
 }
 MAX_NOTES = 30  # of a run: an agent may send any key
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo.py"}
+MODEL |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's keys
+
+
+class Wire(Protocol):
+    """A request as one of the protocols has it. request: what the calls see of it. not_enforced: what the client asks
+    for by keys that may have no effect. Its methods write the answer: as one body, or as the events of a stream."""
+
+    request: Request
+
+    def __init__(self, body: bytes, conversations: Conversations): ...
+
+    @property
+    def not_enforced(self) -> dict: ...
+
+    @staticmethod
+    def failure(refused: Refused) -> dict: ...
+
+    def reply(self, answer: Answer) -> dict: ...
+
+    def stream_delta(self, delta: Delta) -> str: ...
+
+    def stream_end(self, answer: Answer) -> str: ...
+
+    def stream_failure(self, refused: Refused) -> str: ...
+
+
+WIRES: dict[str, type[Wire]] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
 
 
 class Asked(NamedTuple):
@@ -81,7 +110,9 @@ class Server:
         self.is_open = is_open
         self.note = note
         self.inbox: queue.SimpleQueue[Asked | Gone] = queue.SimpleQueue()
-        self.futures: dict[int, Future[dict | Refused]] = {}  # of requests that wait for an answer, by their numbers
+        # Of each request that waits for its answer, by its number: what has come of it.
+        self.waiting: dict[int, asyncio.Queue[Delta | Answer | Refused | ClientDisconnect]] = {}
+        self.conversations: dict[str, Conversations] = {}  # by the rollout's key
         self.numbers = count()
         self.noted: set[str] = set()
         self.faults: list[str] = []
@@ -124,14 +155,13 @@ class Server:
                 events.append(self.inbox.get_nowait())
         return events
 
-    def answer(self, number: int, answer: dict | Refused) -> None:
-        future = self.futures.pop(number, None)
-        if future is not None:  # else the client has gone
-            future.set_result(answer)
+    def tell(self, number: int, news: Delta | Answer | Refused) -> None:
+        """An answer to the request, or more of one."""
+        self._soon(self._tell, number, news)
 
-    def forget(self, number: int) -> None:
-        """Nobody waits for the answer."""
-        self.futures.pop(number, None)
+    def _soon(self, function: Callable, *args: Delta | Answer | Refused | int | str) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function, *args)
 
     def fault(self, error: Exception) -> Refused:
         """The answer to a request at which this program failed."""
@@ -143,13 +173,12 @@ class Server:
 
     def hang_up(self, key: str) -> None:
         """Soon ends the connections over which a rollout, which has ended, was the last to ask."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.loop.call_later, LINGER_SECONDS, self._hang_up, f"/rollout/{key}/")
+        self._soon(self._forget, key)
 
     def shut_down(self) -> None:
         """Ends the thread and frees the port."""
-        for number in list(self.futures):
-            self.answer(number, Refused("the run has ended", 503, "server_error"))
+        for number in list(self.waiting):
+            self.tell(number, Refused("the run has ended", 503, "server_error"))
         self.uvicorn.should_exit = True
         self.thread.join(5.0)
 
@@ -159,6 +188,15 @@ class Server:
         self.loop.run_until_complete(self.uvicorn.serve(listeners))
         self.loop.close()
 
+    def _tell(self, number: int, news: Delta | Answer | Refused) -> None:
+        inbox = self.waiting.get(number)
+        if inbox is not None:  # else the client has gone
+            inbox.put_nowait(news)
+
+    def _forget(self, key: str) -> None:
+        self.conversations.pop(key, None)
+        self.loop.call_later(LINGER_SECONDS, self._hang_up, f"/rollout/{key}/")
+
     def _hang_up(self, path: str) -> None:
         for connection in list(self.uvicorn.server_state.connections):
             if connection.scope and connection.scope["path"].startswith(path):
@@ -166,76 +204,90 @@ class Server:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, as ASGI has it."""
-        request = HTTPRequest(scope, receive, send)
+        http = HTTPRequest(scope, receive, send)
+        path = PATH.fullmatch(f"{http.method} {scope['path']}")
+        wire = WIRES.get(path["name"], Chat) if path else Chat
         with suppress(ClientDisconnect):
             try:
-                response = await self._respond(request)
+                response = await self._respond(http, path, wire)
             except Refused as refused:
-                response = _refusal(refused)
+                response = _refusal(wire, refused)
             except ClientDisconnect:
                 raise
             except Exception as error:
-                response = _refusal(self.fault(error))
+                response = _refusal(wire, self.fault(error))
             await response(scope, receive, send)
 
-    async def _respond(self, request: HTTPRequest) -> Response:
-        asked = f"{request.method} {request.scope['path']}"
-        if path := CHAT.fullmatch(asked):
-            self._check_key(path["key"])
-            return await self._chat(request, path["key"])
-        if path := MODELS.fullmatch(asked):
-            self._check_key(path["key"])
-            return _json({"object": "list", "data": [MODEL]})
-        if path := ONE_MODEL.fullmatch(asked):
-            self._check_key(path["key"])
-            return _json(MODEL)
-        fix = "choose chat completions in your client, not responses, messages or completions"
-        raise Refused(f"only chat/completions and models are served: {fix}", 404, "not_found")
-
-    def _check_key(self, key: str) -> None:
+    async def _respond(self, http: HTTPRequest, path: re.Match | None, wire: type[Wire]) -> Response:
+        if path is None:
+            raise Refused(f"served are {SERVED}", 404, "not_found")
+        key = path["key"]
+        name = path["name"]
         if not self.is_open(key):
             raise Refused("no running rollout has this key", 404, "not_found")
+        if path["method"] == "POST" and name in WIRES:
+            return await self._ask(http, key, wire)
+        if path["method"] == "GET" and name == "models":
+            return _json({"object": "list", "has_more": False, "data": [MODEL]})
+        if path["method"] == "GET" and name.startswith("models/"):
+            return _json(MODEL)
+        raise Refused(f"{path['method']} {name!r:.80} is not served: {SERVED} are", 404, "not_found")
 
-    async def _chat(self, http: HTTPRequest, key: str) -> Response:
+    async def _ask(self, http: HTTPRequest, key: str, kind: type[Wire]) -> Response:
+        conversations = self.conversations.setdefault(key, {})
         body = await _read_body(http)
-        request = _read_request(body)
-        self._note_what_is_not_served(request)
+        wire = kind(body, conversations)
+        self._note_what_is_not_enforced(wire.not_enforced)
+        request = wire.request
         number = next(self.numbers)
-        future: Future[dict | Refused] = Future()
-        self.futures[number] = future
+        inbox = asyncio.Queue()
+        self.waiting[number] = inbox
         self.inbox.put(Asked(key, number, request, len(body)))
-        answer = asyncio.wrap_future(future)
-        gone = asyncio.ensure_future(_disconnect(http))
-        seconds = KEEP_ALIVE_SECONDS if request.stream else None
-        await asyncio.wait({answer, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            self.inbox.put(Gone(key, number))
-            raise ClientDisconnect
-        gone.cancel()
-        if answer.done() and isinstance(answer.result(), Refused):
-            raise answer.result()
-        if request.stream:
-            return StreamingResponse(self._stream(key, number, answer, request), media_type="text/event-stream")
-        return _json(answer.result())
-
-    async def _stream(self, key: str, number: int, answer: asyncio.Future, request: Request) -> AsyncIterator[str]:
-        """The whole reply in one piece: nobody knows what of it is a tool call before it has ended."""
+        gone = asyncio.ensure_future(_tell_disconnect(http, inbox))
         try:
-            while True:
-                done, _ = await asyncio.wait({answer}, timeout=KEEP_ALIVE_SECONDS)
-                if done:
-                    break
-                yield ": the policy has not ended its reply\n\n"
-            yield stream_of(request, answer.result())
-        except BaseException:  # the client has gone
+            news = await _next(inbox, KEEP_ALIVE_SECONDS if request.stream else None)
+        finally:
+            gone.cancel()
+        if request.stream and not isinstance(news, Refused | ClientDisconnect):
+            return StreamingResponse(self._stream(key, number, wire, news), media_type="text/event-stream")
+        del self.waiting[number]
+        if isinstance(news, Refused):
+            raise news
+        try:
+            if isinstance(news, ClientDisconnect):
+                raise news
+            return _json(wire.reply(news))
+        except Exception:
             self.inbox.put(Gone(key, number))
             raise
 
-    def _note_what_is_not_served(self, request: Request) -> None:
+    async def _stream(
+        self, key: str, number: int, wire: Wire, news: Delta | Answer | Refused | None
+    ) -> AsyncIterator[str]:
+        """The events. A reply that a parser must read comes in one piece: nobody knows what of it is a tool call before
+        it has ended."""
+        inbox = self.waiting[number]
+        try:
+            while not isinstance(news, Answer | Refused):
+                if news is None:
+                    yield ": the policy has not ended its reply\n\n"
+                else:
+                    yield wire.stream_delta(news)
+                news = await _next(inbox, KEEP_ALIVE_SECONDS)
+            if isinstance(news, Refused):
+                yield wire.stream_failure(news)
+            else:
+                yield wire.stream_end(news)
+        except BaseException as error:
+            self.inbox.put(Gone(key, number))
+            if not isinstance(error, Exception):  # the client has gone
+                raise
+            yield wire.stream_failure(self.fault(error))
+        finally:
+            del self.waiting[number]
+
+    def _note_what_is_not_enforced(self, given: dict) -> None:
         """Each key once."""
-        given = dict(request.model_extra)
-        for name in ("tool_choice", "response_format", "top_logprobs"):
-            given[name] = getattr(request, name)
         for name, value in given.items():
             if value is None or name in HARMLESS or value in SERVED_VALUES.get(name, ()):
                 continue
@@ -278,19 +330,20 @@ def _too_large() -> Refused:
     return Refused(f"the request is larger than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
 
 
-def _read_request(body: bytes) -> Request:
+async def _next(inbox: asyncio.Queue, seconds: float | None) -> Delta | Answer | Refused | ClientDisconnect | None:
+    """What comes next; None if nothing has come in time."""
     try:
-        return Request.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "body"
-        raise Refused(f"{place}: {first['msg']}") from error
+        async with asyncio.timeout(seconds):
+            return await inbox.get()
+    except TimeoutError:
+        return None
 
 
-async def _disconnect(http: HTTPRequest) -> None:
+async def _tell_disconnect(http: HTTPRequest, inbox: asyncio.Queue) -> None:
     while True:
         message = await http.receive()
         if message["type"] == "http.disconnect":
+            inbox.put_nowait(ClientDisconnect())
             return
 
 
@@ -299,5 +352,5 @@ def _json(body: dict, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
-def _refusal(refused: Refused) -> Response:
-    return _json(refused.body, refused.status, {"x-should-retry": "false"})  # or clients repeat what had a 429
+def _refusal(wire: type[Wire], refused: Refused) -> Response:
+    return _json(wire.failure(refused), refused.status, {"x-should-retry": "false"})  # or clients repeat what had a 429

@@ -181,19 +181,44 @@ class Tokenizer:
         tools: Dicts | None = None,
         *,
         add_generation_prompt: bool = True,
+        template_kwargs: dict | None = None,
         escape: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Chat messages -> ids. add_generation_prompt: with the template's opening of the assistant's turn at the end.
+        template_kwargs: go before those of the tokenizer.
 
         Without a template (a base model): the messages' text, after what the tokenizer puts before a text (Llama's
         BOS); the reply goes on from there. A text with a control token is escaped where the caller asks for it; else it
         raises ControlTokenInText. DataError if the template refuses the messages. Of a prompt of more than `max_tokens`
         it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
         """
-        text = self._write(messages, tools, add_generation_prompt, escape=escape)
+        text = self._write(messages, tools, add_generation_prompt, template_kwargs, escape=escape)
         if escape:
             text = encodable(text)
+        return self._whole_ids(text, max_tokens)
+
+    def open_reply_ids(
+        self,
+        messages: Dicts,
+        tools: Dicts | None = None,
+        *,
+        template_kwargs: dict | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Chat messages -> ids up to the last character of the last message, an assistant's, with which the reply goes
+        on. Control tokens are escaped. template_kwargs, max_tokens: as in `render`. Raises DataError if the template
+        refuses the messages or leaves out the last one."""
+        *before, last = messages
+        hole = _unused_character([messages, tools, template_kwargs])
+        opened = {**last, "content": last["content"] + hole}
+        text = self._write([*before, opened], tools, False, template_kwargs, escape=True)
+        if hole not in text:
+            raise DataError("the chat template leaves out the assistant's last message: a reply cannot go on with it")
+        return self._whole_ids(encodable(text[: text.rindex(hole)]), max_tokens)
+
+    def _whole_ids(self, text: str, max_tokens: int | None) -> list[int]:
+        """Of a text that begins a prompt."""
         ids = self._encode(text, max_tokens)
         if self.templates or not ids:
             return ids
@@ -216,6 +241,7 @@ class Tokenizer:
         observation: Dicts,
         tools: Dicts | None = None,
         *,
+        template_kwargs: dict | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
@@ -223,11 +249,12 @@ class Tokenizer:
         messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
         character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
         Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
-        max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves out the reply.
+        template_kwargs, max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves
+        out the reply.
         """
-        hole = _unused_character([messages, observation, tools])
+        hole = _unused_character([messages, observation, tools, template_kwargs])
         reply = {"role": "assistant", "content": hole}
-        text = self._write([*messages, reply, *observation], tools, escape=True)
+        text = self._write([*messages, reply, *observation], tools, True, template_kwargs, escape=True)
         if hole not in text:
             raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
         text = encodable(text[text.rindex(hole) + 1 :])
@@ -279,9 +306,17 @@ class Tokenizer:
                     return ids
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _write(self, messages: Dicts, tools: Dicts | None, add_generation_prompt: bool = True, *, escape: bool) -> str:
+    def _write(
+        self,
+        messages: Dicts,
+        tools: Dicts | None,
+        add_generation_prompt: bool,
+        template_kwargs: dict | None,
+        *,
+        escape: bool,
+    ) -> str:
         """The text that the template writes. ControlTokenInText if a message would add a token, unless `escape`."""
-        plain = [list(messages), list(tools) if tools else None]
+        plain = [list(messages), list(tools) if tools else None, template_kwargs or {}]
         escaped = self._escape(plain)
         if escaped == plain:
             return self._render_template(*plain, add_generation_prompt)
@@ -296,7 +331,9 @@ class Tokenizer:
             raise ControlTokenInText(token)
         return self._render_template(*escaped, add_generation_prompt)
 
-    def _render_template(self, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool) -> str:
+    def _render_template(
+        self, messages: list[dict], tools: list[dict] | None, template_kwargs: dict, add_generation_prompt: bool
+    ) -> str:
         if not self.templates:
             return "".join(message["content"] for message in messages)
         template = self.templates["default"]
@@ -304,7 +341,7 @@ class Tokenizer:
             template = self.templates["tool_use"]
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            return template.render(self.names | values)
+            return template.render(self.names | template_kwargs | values)
         except Exception as error:  # a template is a program
             raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
 

@@ -100,6 +100,41 @@ def test_a_tree_of_calls(tokenizer):
     assert refused.value.status == 429
 
 
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_reply_goes_on_with_text_of_the_assistant(tokenizer, reason):
+    """With its own ids where only the limit cut it, else with those of the text."""
+    rollout, user = Rollout((1, 2), 250, 8), {"role": "user", "content": "hi"}
+    [cut] = rollout.ask(1, request(user), 10, tokenizer)
+    reply_of(cut, tokenizer, "ab", ends=False)
+    cut.completion.finish_reason = reason
+    cut.add_reply({"role": "assistant", "content": "ab"}, ["ab"])
+    opening = {"role": "assistant", "content": "ab"}
+    [on] = rollout.ask(2, request(user, opening, continue_final_message=True), 10, tokenizer)
+    assert on.parent is (cut if reason == "length" else None)
+    text = tokenizer.decode(on.prompt_ids, special=True)
+    assert text.startswith("<|user|>user\nhi<|end|>") and text.endswith("ab") and "<|end|>" not in text[-8:]
+    reply_of(on, tokenizer, "cd")
+    on.add_reply({"role": "assistant", "content": "cd"}, ["cd"])
+    [after] = rollout.ask(3, request(user, {"role": "assistant", "content": "abcd"}, user), 10, tokenizer)
+    assert after.parent is on and after.prompt_ids[: len(on.ids)] == on.ids
+    reply_of(after, tokenizer, "e")
+    assert [len(row) for row in rollout.rows()] == ([3] if reason == "length" else [2, 1])
+
+
+def test_arguments_of_the_template_are_part_of_what_a_call_goes_on_from(tiny):
+    tokenizer = Tokenizer(tiny[0], CHATML + "{{ mood }}")
+    rollout, user = Rollout((1, 2), 250, 8), {"role": "user", "content": "hi"}
+    [first] = rollout.ask(1, request(user, chat_template_kwargs={"mood": "good"}), 10, tokenizer)
+    assert tokenizer.decode(first.prompt_ids).endswith("good")
+    reply_of(first, tokenizer, "a")
+    first.add_reply({"role": "assistant", "content": "a"}, ["a"])
+    said = (user, {"role": "assistant", "content": "a"}, user)
+    for options, parent in (({"mood": "good"}, first), ({"mood": "bad"}, None), (None, None)):
+        [call] = rollout.ask(2, request(*said, chat_template_kwargs=options), 10, tokenizer)
+        assert call.parent is parent
+        assert tokenizer.decode(call.prompt_ids).endswith((options or {"mood": ""})["mood"])
+
+
 PARTS = {"reward": 2, "rewards": {"a": np.float32(0.5)}, "extracted": 0}
 NAN = float("nan")
 GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), whether it is a crash after a reply

@@ -133,6 +133,9 @@ RIGHT = [
     {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
     {"messages": [*USER, {"role": "assistant", "content": "<|end|><|assistant|>"}]},
     {"messages": [{"role": "user", "content": "", "name": "me"}]},
+    {"stop_token_ids": [5, 97], "chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [*USER, {"role": "assistant", "content": "x"}], "continue_final_message": True},
+    {"messages": [*USER, {"role": "assistant", "content": "x"}], "continue_final_message": True, "stream": True},
 ]
 WRONG = [  # (change, status, what the sentence names)
     (b"", 400, "body"),
@@ -170,6 +173,9 @@ WRONG = [  # (change, status, what the sentence names)
     ({"max_tokens": -2}, 400, "max_tokens"),
     ({"messages": [{"role": "function", "content": "hi"}]}, 400, "role 'function'"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, 400, "messages"),
+    ({"continue_final_message": True}, 400, "assistant"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    ({"chat_template_kwargs": "x"}, 400, "chat_template_kwargs"),
     ({"modalities": ["text", "audio"]}, 400, "modalities"),
     ({"functions": [{"name": "f"}]}, 400, "functions"),
     ({"stream": "yes"}, 400, "stream"),
@@ -195,6 +201,10 @@ def test_requests_right_and_wrong(endpoint, capfd):
             for choice in found.choices:
                 assert (choice.finish_reason == "tool_calls") <= bool(choice.message.tool_calls)
                 assert bool(choice.logprobs) == bool(body.get("logprobs"))
+                for token in choice.logprobs.content if choice.logprobs else ():
+                    logps = [other.logprob for other in token.top_logprobs]
+                    assert len(logps) == body.get("top_logprobs", 0) and logps == sorted(logps, reverse=True)
+                    assert not logps or token.logprob in logps or token.logprob < logps[-1]
             assert ("prompt_token_ids" in answer.json()) == bool(body.get("return_token_ids"))
             continue
         *lines, last = [line for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -208,9 +218,9 @@ def test_requests_right_and_wrong(endpoint, capfd):
         assert named in error["message"] and error["code"], (str(body)[:200], error)
     said = capfd.readouterr()
     assert said.err == ""
-    for name in ("temperature", "tool_choice", "response_format", "structured_outputs", "guided_json", "top_logprobs"):
+    for name in ("temperature", "tool_choice", "response_format", "structured_outputs", "guided_json"):
         assert said.out.count(f" {name}=") == 1, name
-    for name in ("user", "metadata", "parallel_tool_calls", "stream", "model", "top_p=1"):
+    for name in ("user", "metadata", "parallel_tool_calls", "stream", "model", "top_p=1", "top_logprobs"):
         assert f" {name}=" not in said.out, name
     assert all(line.startswith("NOTE: ") for line in said.out.splitlines())
     endpoint.close(key)
@@ -239,8 +249,8 @@ def test_bodies_that_are_packed_and_the_other_paths(endpoint):
     assert [answer.status_code for answer in answers] == [status for *_, status in rows]
     for name in ("policy", "gpt-4.1", "org/name"):
         assert httpx.get(f"{url}/models/{name}").json()["object"] == "model"
-    wire = post(url, {"input": "hi"}, path="/responses")
-    assert wire.status_code == 404 and "chat completions" in wire.json()["error"]["message"]
+    wire = post(url, {"prompt": "hi"}, path="/completions")
+    assert wire.status_code == 404 and "chat/completions" in wire.json()["error"]["message"]
     assert httpx.get(f"{url}/chat/completions").status_code == 404
     endpoint.close(key)
     assert httpx.get(f"{url}/models/policy").status_code == 404

@@ -79,6 +79,7 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
     num_written = 0
     for (name, template), kwargs in product(templates.items(), options):
         ours = Tokenizer(bpe, template, kwargs)
+        plain = Tokenizer(bpe, template, dict.fromkeys(kwargs, "other"))
         for (talk, messages), tools in product(CONVERSATIONS.items(), (None, TOOLS)):
             how = dict(chat_template=template, tools=tools, add_generation_prompt=True, **kwargs)
             expected = outcome(lambda: theirs.apply_chat_template(messages, tokenize=False, **how))  # noqa: B023
@@ -89,6 +90,7 @@ def test_text_and_ids_equal_transformers(bpe, theirs):
             else:
                 assert ours.backend.decode(found, skip_special_tokens=False) == expected, case
                 assert found == theirs.encode(expected, add_special_tokens=False), case
+                assert plain.render(messages, tools, template_kwargs=kwargs) == found, case
                 num_written += 1
     assert num_written >= 500, num_written
     ids = Tokenizer(bpe, TEMPLATES["chatml"]).render(CONVERSATIONS["turns"], add_generation_prompt=False)
@@ -389,6 +391,34 @@ def test_what_counts_as_a_control_token(bpe, tmp_path):
         with pytest.raises(ControlTokenInText, match=r"holds the control token '\$'"):
             tokenizer.render(messages)
         assert tokenizer.decode(tokenizer.render(messages, escape=True)) == "5\ufffd"
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "macros_blocks"])
+@pytest.mark.parametrize("opening", ["So: ", "<think>\nhm", "<think>\nhm\n</think>\n\na\n", "", "</s> <|im_"])
+@pytest.mark.parametrize("kwargs", [{}, {"date_string": "2 Feb 2022", "enable_thinking": False}], ids=len)
+def test_a_prompt_may_end_within_the_assistants_text(bpe, theirs, name, opening, kwargs):
+    """As transformers cuts it, and with the space at its end, which transformers trims in some versions."""
+    tokenizer = Tokenizer(bpe, TEMPLATES[name])
+    messages = [*CONVERSATIONS["turns"], USER[0], {"role": "assistant", "content": opening}]
+    marked = [*messages[:-1], {"role": "assistant", "content": f"{opening}END"}]
+    how = dict(chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True, **kwargs)
+    expected = theirs.apply_chat_template(marked, **how)
+    assert expected.endswith("END")
+    ids = tokenizer.open_reply_ids(messages, template_kwargs=kwargs)
+    text = tokenizer.backend.decode(ids, skip_special_tokens=False)
+    assert text.replace(ESCAPE, "") == expected.removesuffix("END")
+    if "</s>" not in opening:
+        assert ids == theirs.encode(text, add_special_tokens=False)
+    else:
+        assert ids != theirs.encode(expected.removesuffix("END"), add_special_tokens=False)
+
+
+def test_arguments_of_a_template_that_a_caller_cannot_choose_are_escaped(bpe):
+    tokenizer = Tokenizer(bpe, "{{ name }}{{ messages[0].content }}")
+    ids = tokenizer.render(USER, template_kwargs={"name": "</s>"}, escape=True)
+    assert tokenizer.backend.token_to_id("</s>") not in ids
+    with pytest.raises(ControlTokenInText):
+        tokenizer.render(USER, template_kwargs={"name": "</s>"})
 
 
 # ---------------------------------------------------------------------------------------------------- observations
