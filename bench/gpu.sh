@@ -7,6 +7,7 @@
 #                                  training step in one pass and in two, in turns; our head beside the bare matmuls; a
 #                                  LoRA run that is killed and resumed; a sync; where the time of a step goes
 #     bash bench/gpu.sh pretrained SmolLM2-135M learns to convert units (configs/smollm2.yaml): accuracy and seconds
+#     bash bench/gpu.sh moe        the starter as a mixture of experts learns the smoke task, with CUDA graphs
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
@@ -21,12 +22,12 @@ python=${GRPO_PYTHON:-python3}
 parts=() dry=()
 for word in "$@"; do
     case $word in
-        right|fast|pretrained|peers) parts+=("$word") ;;
+        right|fast|pretrained|moe|peers) parts+=("$word") ;;
         --cpu) dry=(--dry) ;;
-        *) echo "gpu.sh: right, fast, pretrained, peers or --cpu, not '$word'" >&2; exit 2 ;;
+        *) echo "gpu.sh: right, fast, pretrained, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
-((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast pretrained peers) || parts=(right fast); }
+((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast pretrained moe peers) || parts=(right fast); }
 out=${OUT:-bench/results/gpu_$(date +%F)}
 mkdir -p "$out"
 log=$out/$(IFS=_; echo "${parts[*]}").log
@@ -124,6 +125,20 @@ pretrained() {
     ((${#dry[@]})) || item "SmolLM2 learned" 20 "$python" bench/gpu_learned.py "$out/pretrained.jsonl" 0.5
 }
 
+moe() {
+    local folder steps=30 words=()
+    if [[ $vllm == absent ]]; then echo "mixture of experts: absent (no vllm here)" | tee -a "$log"; return; fi
+    folder=$(mktemp -d)
+    item "mixture of experts, made" 30 "$python" -m examples.moe.upcycle "$folder/model"
+    if ((${#dry[@]})); then steps=2; words+=(grpo.max_val_samples=20)
+    else words+=(policy.precision=bfloat16 grpo.logp_gap_limit=0.1 policy.generation.vllm_cfg.gpu_memory_utilization=0.05); fi
+    item "mixture of experts" 120 "$python" grpo.py configs/smoke.yaml "policy.model_name=$folder/model" \
+        "logger.log_dir=$folder/logs" "grpo.max_num_steps=$steps" grpo.val_period=0 \
+        checkpointing.enabled=false checkpointing.save_hf_at_end=false "${words[@]}"
+    cat "$folder"/logs/exp_*/metrics.jsonl >"$out/moe.jsonl" 2>>"$log"
+    ((${#dry[@]})) || item "mixture of experts learned" 20 "$python" bench/gpu_learned.py "$out/moe.jsonl" 0.7
+}
+
 peers() {
     local shape
     for shape in "${mains[@]}"; do
@@ -148,7 +163,7 @@ echo
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"
     grep '^{"step"' "$log" | tail -n2
-    for file in smoke_run pretrained; do tail -n1 "$out/$file.jsonl" 2>/dev/null | cut -c1-1500; done
+    for file in smoke_run pretrained moe; do tail -n1 "$out/$file.jsonl" 2>/dev/null | cut -c1-1500; done
     for file in train_step smoke sync; do cut -c1-600 "$out/$file.jsonl" 2>/dev/null; done
     echo "$SECONDS s in all; everything is in $out"
 } 2>&1 | tee "$out/table.txt"
