@@ -446,7 +446,7 @@ class PolicyConfig(Section):
     kernel_backend: Literal["auto", "triton", "torch"] = "auto"
     """The output layer runs on these kernels; auto means triton on CUDA and torch elsewhere."""
     compile: bool | None = None
-    """torch.compile fuses each block around its attention. null is true on CUDA; on CPU true is refused."""
+    """torch.compile fuses the loss, and each block around its attention. null: true on CUDA; true is refused on CPU."""
     freeze_moe_router: bool = True
     """The routers of a mixture of experts keep their weights. They compute in float32 in any case."""
     deterministic_attention: bool = False

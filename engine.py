@@ -167,6 +167,7 @@ class Engine:
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: vLLM 0.32.0 has a smaller logp gap", flush=True)
+        self.runner = self.llm.collective_rpc(_runner_of)[0]
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         self.next_id = count()
         self.advances = count(1)
@@ -408,6 +409,12 @@ def _unfused(name: str, fused_layers: Mapping[str, Sequence[str]]) -> list[str]:
         if layer in fused_layers:
             return [name.replace(layer, part) for part in fused_layers[layer]]
     return [name]
+
+
+def _runner_of(worker) -> str:
+    """The module of the worker's model runner: vllm.v1.worker.gpu_model_runner of V1, vllm.v1.worker.gpu.model_runner
+    of V2."""
+    return type(worker.model_runner).__module__
 
 
 def sync_weights(model: Decoder, engine: Engine, version: int) -> int:

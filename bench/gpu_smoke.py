@@ -51,10 +51,6 @@ def used_gib() -> float:
     return (total - free) / 2**30
 
 
-def runner_of(worker) -> str:
-    return f"{type(worker.model_runner).__module__}.{type(worker.model_runner).__name__}"
-
-
 @torch.no_grad()
 def gap(policy: model.Decoder, head_options: HeadOptions, samples: list, cfg, ranks: Ranks, device) -> float:
     """Mean |sampler - trainer| logp."""
@@ -111,7 +107,7 @@ def main() -> None:
     head_options = build_head(cfg, given, device)
     policy, sampler = build(cfg, given, ranks, device)
     engine = sampler.engine
-    line["model_runner"] = engine.llm.collective_rpc(runner_of)[0]
+    line["model_runner"] = engine.runner
     line["used_GiB_asleep"] = used_gib()
     sync_weights(policy, engine, 0)
     line["used_GiB_awake"] = used_gib()

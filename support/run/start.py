@@ -430,7 +430,7 @@ def build_sampler(
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
     engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
-    ranks.print_rank0(f"engine: {engines}, vocabulary {engine.vocab_size:,}")
+    ranks.print_rank0(f"engine: {engines}, {engine.runner}, vocabulary {engine.vocab_size:,}")
     endpoint = None
     if cfg.env.agents:
         from support.agents.endpoint import Endpoint  # a run without agents imports nothing of them

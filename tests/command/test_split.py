@@ -18,5 +18,5 @@ def test_a_split_job_is_the_run_in_turns_to_the_bit(tmp_path):
     for step in range(1, 7):
         assert_same(split, in_turns, step)
     log = (works[1] / "life_0.log").read_text()
-    assert log.count("engine: 1 x vLLM over 1 ranks each") == 1 and "FSDP2 over 2 ranks" in log
+    assert log.count("engine: 1 x vLLM over 1 ranks each, vllm.v1.worker.") == 1 and "FSDP2 over 2 ranks" in log
     assert "Traceback" not in log

@@ -1,6 +1,13 @@
-"""policy.compile: the halves of a block around its attention, compiled, against the same functions run as they are."""
+"""policy.compile: the halves of a block around its attention, and the loss, compiled, against the same functions run as
+they are."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +72,37 @@ def test_compiled_halves_equal_eager_with_two_graphs(recompute, lora, num_graphs
             for length in LENGTHS[:5]:
                 compiled(*make_pack([length]))
         assert num_graphs() == (6 if lora else 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cases"),
+    [
+        pytest.param("aot_eager", ("GSPO 0", "the larger half", "does not compile"), marks=pytest.mark.slow),
+        pytest.param("inductor", ("GRPO 0",), marks=pytest.mark.slow),
+        pytest.param("aot_eager", (), marks=pytest.mark.long),
+        pytest.param("inductor", (), marks=pytest.mark.long),
+    ],
+)
+def test_the_compiled_loss_is_the_loss(backend, cases):
+    """Of all algorithms of docs/algorithms.md, and of ten edits of loss.py: in two graphs, with metrics and without,
+    for 20 lengths and counts. In a process of its own: here nothing is compiled."""
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("no C++ compiler, which inductor needs on a CPU")
+    script = Path(__file__).parents[1] / "helpers" / "compiled_losses.py"
+    command = [sys.executable, str(script), backend, *cases]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found = [json.loads(line) for line in output.splitlines()]
+    assert [case["case"] for case in found] == list(cases) if cases else len(found) >= 54
+    for case in found:
+        if case["case"] == "does not compile":
+            assert case["text"].startswith("eager, as it does not compile: "), case
+            continue
+        limit = 0.0 if backend == "aot_eager" else 1e-6
+        assert max(case["slopes"], case["loss"], case["metrics"]) <= limit, case
+        assert case["graphs"] == 2 and not case["entropy"] and not case.get("empty"), case
+        kernels = int(case["text"].removeprefix("compiled into ").split()[0])
+        assert (0 < kernels <= 40) if backend == "inductor" else kernels == 0, case
 
 
 @pytest.fixture

@@ -277,8 +277,11 @@ class LLM:
                 self.logits |= zip(part, logits_BV, strict=True)
         return {ids: self.logits[ids] for ids in prefixes}
 
-    def collective_rpc(self, method: str, kwargs: dict) -> list[None]:
-        """reload_weights, in place. A name that it has not is passed over, as vLLM does."""
+    def collective_rpc(self, method, kwargs: dict | None = None) -> list:
+        """What a function of the worker returns; or reload_weights, in place, where a name that it has not is passed
+        over, as vLLM does."""
+        if callable(method):
+            return [method(SimpleNamespace(model_runner=self))]
         assert method == "reload_weights" and list(kwargs) == ["weights_iterator"], (method, kwargs)
         assert "weights" not in self.asleep, "weights are sent to where none are"
         assert "kv_cache" in self.asleep or not self.can_sleep, "the KV cache holds the memory that they need meanwhile"
