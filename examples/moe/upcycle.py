@@ -7,9 +7,9 @@ Each expert is the starter's MLP with some noise, and the router is random. A to
 computes nearly what the starter does, and learns the carry in a minute.
 """
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -54,4 +54,6 @@ def upcycle(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    upcycle(STARTER, Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the model goes")
+    upcycle(STARTER, parser.parse_args().folder)
