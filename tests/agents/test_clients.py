@@ -48,8 +48,12 @@ PACKAGES = {  # of each environment
     "guidance": "guidance openai",
     "dspy": "dspy",
     "litellm": "litellm",
+    "anthropic": "anthropic",
+    "agents_sdk_responses": "openai-agents",
+    "litellm_bridges": "litellm",
 }
-REWRITE_HISTORY = ("smolagents", "guidance", "instructor", "outlines", "dspy", "pydantic_ai", "agents_sdk", "litellm")
+PLACES = {"agents_sdk_responses": "agents_sdk", "litellm_bridges": "litellm"}  # whose environment it shares
+ONE_ROW = ("openai", "node", "langgraph", "inspect", "openenv", "verifiers", "verifiers0")  # in each rollout
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,7 @@ def openenv_url():
 
 def client_of(name, tmp_path, request):
     """The agent, and its arguments."""
-    needed = {"openai": set(), "verifiers": {"verifiers", "openenv"}}.get(name, {name})
+    needed = {"openai": set(), "verifiers": {"verifiers", "openenv"}}.get(name, {PLACES.get(name, name)})
     if absent := [f"{each} ({PACKAGES[each]})" for each in needed if not (FOLDER / each).is_dir()]:
         pytest.skip(f"GRPO_CLIENTS={FOLDER} has no environment {', '.join(absent)}")
     if name in ("openenv", "verifiers"):
@@ -91,7 +95,7 @@ def client_of(name, tmp_path, request):
         program = shutil.copy(PROGRAMS / "openai_node.mjs", tmp_path)
         (tmp_path / "node_modules").symlink_to(FOLDER / "node/node_modules")
         return AgentConfig(name=name, command=("node", program), num_workers=4), {}
-    python = None if name == "openai" else str(FOLDER / name / "bin/python")
+    python = None if name == "openai" else str(FOLDER / PLACES.get(name, name) / "bin/python")
     function = f"tests.agents.clients.{name}_client:solve"
     return AgentConfig(name=name, function=function, python=python, num_workers=4), {}
 
@@ -110,7 +114,7 @@ def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatc
         edges = np.flatnonzero(np.diff(np.r_[False, row.mask, False])) + len(row.prompt_ids)
         trained.update((ids[:begin], ids[begin:end]) for begin, end in edges.reshape(-1, 2))
     assert trained == drawn and sum(drawn.values()) > NUM_ROLLOUTS
-    assert (len(rows) == NUM_ROLLOUTS) == (name not in REWRITE_HISTORY)
+    assert (len(rows) == NUM_ROLLOUTS) == (name in ONE_ROW)
     micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
     gap = max(gap_of(case, micro) for micro in micros)
     assert gap < 2e-5
