@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from config import Config
 from kernels import sizes
-from support.hf.lora_layers import factor_shapes
-from support.inputs.model_config import ModelConfig
+from support.hf.lora_layers import ROUTERS, factor_shapes
+from support.inputs.model_config import ModelConfig, NativeConfig
 
 GIB = 2**30
 NUMBER = {"bfloat16": 2, "float32": 4}
@@ -23,6 +23,7 @@ OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before 
 # vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
 RUNTIME = 0.8 * GIB
 PACK_SIZES = (8_192, 16_384, 24_576, 32_768)  # tokens
+INDICES = 40  # bytes for each expert that a token goes to: five tensors of its number and weight, in 64 bits
 Items = dict[str, float]  # what holds memory -> bytes
 Shapes = dict[str, tuple[int, ...]]
 
@@ -109,7 +110,16 @@ class Plan:
 
     @cached_property
     def shapes(self) -> Shapes:
-        return dict(self.model.tensor_shapes())
+        """As the trainer has them: the experts of a layer, 18,432 matrices in Qwen3-30B-A3B, are one tensor."""
+        m = self.model
+        shapes: Shapes = {}
+        for name, shape in m.tensor_shapes():
+            block, of_experts, _ = name.partition(".experts.")
+            if of_experts:
+                shapes[f"{block}.experts"] = (m.num_experts, 3 * m.expert_size, m.hidden_size)
+            else:
+                shapes[name] = shape
+        return shapes
 
     @property
     def lora(self) -> bool:
@@ -118,12 +128,15 @@ class Plan:
     @cached_property
     def trained(self) -> Shapes:
         """The tensors that the optimizer updates."""
-        return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg) if self.lora else self.shapes
+        if self.lora:
+            return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg)
+        is_frozen = self.model.num_experts > 0 and self.cfg.policy.freeze_moe_router
+        return {name: shape for name, shape in self.shapes.items() if not (is_frozen and name.endswith(ROUTERS))}
 
     @cached_property
     def block(self) -> int:
         """Elements of the weights of a block, adapters included."""
-        return count(self.shapes | self.trained, "model.layers.0.")
+        return count(self.shapes | self.trained, f"model.layers.{self.model.num_hidden_layers - 1}.")
 
     @property
     def head(self) -> int:
@@ -153,6 +166,8 @@ class Plan:
         items: Items = {"weights": 4 * trained}
         if self.lora:
             items["weights"] += self.precision * self.rows(self.shapes)
+        else:  # frozen routers
+            items["weights"] = 4 * self.rows(self.shapes)
         if self.trains:
             first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
             items["moments"] = (first + 4) * trained - 4 * self.rows(self.matrices)
@@ -182,7 +197,9 @@ class Plan:
     def block_activations(self) -> float:
         """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
         float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
-        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner)."""
+        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner). transformers'
+        blocks are not compiled; of experts, each keeps of its tokens also what it gets and what it gives
+        (transformers.integrations.moe.grouped_mm_experts_forward)."""
         m = self.model
         c = self.precision
         policy = self.cfg.policy
@@ -194,12 +211,38 @@ class Plan:
         group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
         attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
         has_qk_norm = m.family.qk_norm != "none"
-        if policy.compile is not False:  # None: on CUDA it is
+        is_native = isinstance(m, NativeConfig)
+        if is_native and policy.compile is not False:  # None: on CUDA it is
             norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
             return norms + attention + 3 * c * m.intermediate_size
         scaled = 0 if self.lora else 4  # for the gradient of the norms' weights
-        norms = 2 * (4 + scaled + c) * m.hidden_size + (4 + scaled) * (queries + keys) * has_qk_norm
-        return norms + attention + 4 * c * m.intermediate_size
+        norms = len(m.family.norms) * (4 + scaled) * m.hidden_size + (4 + scaled) * (queries + keys) * has_qk_norm
+        attention += c * m.hidden_size  # its input
+        if m.num_experts == 0:
+            tensors = 2 if m.family.mlp == "plain" else 4
+            return norms + attention + c * (m.hidden_size + tensors * m.intermediate_size)
+        experts = c * m.experts_per_token * (2 * m.hidden_size + 4 * m.expert_size)
+        router = 4 * m.num_experts + INDICES * m.experts_per_token
+        shared = c * (m.hidden_size + 4 * m.shared_expert_size) if m.shared_expert_size else 0
+        return norms + attention + experts + router + shared
+
+    @cached_property
+    def mlp_inner(self) -> int:
+        """Elements of the hidden layer of an MLP for a token, of all experts that compute it together."""
+        m = self.model
+        if m.num_experts == 0:
+            return m.intermediate_size
+        return m.experts_per_token * m.expert_size + m.shared_expert_size
+
+    @property
+    def mlp_matrix(self) -> int:
+        """Elements of the last matrix of an MLP, or of all experts of a layer."""
+        m = self.model
+        if m.num_experts == 0:
+            return m.hidden_size * m.intermediate_size
+        if self.lora:  # experts are not adapted: the output of the attention is the largest
+            return m.hidden_size * m.num_attention_heads * m.head_dim
+        return m.num_experts * m.hidden_size * m.expert_size
 
     def kept(self, num_blocks: int) -> float:
         """Activations of the first blocks: of those that are computed again, only their inputs, in float32."""
@@ -286,8 +329,8 @@ class Plan:
         reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 2 * 4 * dW}
         # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
         # with LoRA that of merged_weight.
-        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * m.intermediate_size) * self.tokens
-        last_matrix = (4 if self.lora else c) * m.hidden_size * m.intermediate_size
+        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * self.mlp_inner) * self.tokens
+        last_matrix = (4 if self.lora else c) * self.mlp_matrix
         block = {"activations": self.kept(m.num_hidden_layers - 1) + inner}
         block["gathered"] = self.gathered(self.block) + last_matrix
         block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
@@ -320,7 +363,8 @@ class Plan:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         queries = m.num_attention_heads * m.head_dim
         keys = m.num_key_value_heads * m.head_dim
-        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * m.intermediate_size
+        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * self.mlp_inner
+        inner += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
         ends = c * self.head
         gather = {"gathered": self.gather}
         several = self.num_shards > 1
@@ -328,7 +372,7 @@ class Plan:
             gather["activations"] = 4 * self.tokens * m.hidden_size
         block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
         if self.lora:
-            block["gathered"] += c * m.hidden_size * m.intermediate_size  # merged_weight
+            block["gathered"] += c * self.mlp_matrix  # merged_weight
         if m.tie_word_embeddings:
             block["embedding and head"] = ends
         at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}

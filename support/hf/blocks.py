@@ -99,8 +99,15 @@ class TransformersBody(nn.Module):
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """hidden_TD, whose product with the output layer's weight is the logits."""
         (base,) = self.parts_of
+        # Without a mask of padding transformers looks for sequences in the positions, and waits for the device.
+        no_padding_T = torch.ones_like(token_T, dtype=torch.bool)
         out = type(base).forward(
-            base, input_ids=token_T[None], position_ids=position_T[None], layout=layout, use_cache=False
+            base,
+            input_ids=token_T[None],
+            attention_mask=no_padding_T[None],
+            position_ids=position_T[None],
+            layout=layout,
+            use_cache=False,
         )
         return out.last_hidden_state[0]
 

@@ -126,6 +126,31 @@ class ModelConfig:
             return 0
         return next(self.hf[field] for field in NUM_EXPERTS if field in self.hf)
 
+    @property
+    def expert_size(self) -> int:
+        """F of an expert; 0 in a dense model."""
+        return self.hf[self.family.experts.inner] if self.num_experts else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts of a layer compute a token; 0 in a dense model."""
+        return self.hf["num_experts_per_tok"] if self.num_experts else 0
+
+    @property
+    def shared_expert_size(self) -> int:
+        """The inner size of the MLP beside the experts of a layer; 0 without one."""
+        experts = self.family.experts
+        if experts is None or experts.shared_size is None:
+            return 0
+        size = self.hf[experts.shared_size]
+        return size * self.expert_size if experts.shared_size == "n_shared_experts" else size
+
+    @property
+    def routed_weights_per_token(self) -> int:
+        """The elements of the routers, and of the experts that a token goes to, in all layers."""
+        of_layer = self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.expert_size)
+        return of_layer * sum(map(self.has_experts, range(self.num_hidden_layers)))
+
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts."""
         experts = self.family.experts
@@ -139,7 +164,7 @@ class ModelConfig:
     def _experts_shapes(self) -> Shapes:
         experts = self.family.experts
         hidden = self.hidden_size
-        inner = self.hf[experts.inner]
+        inner = self.expert_size
         shapes: Shapes = {}
         self._add(shapes, f"{experts.module}.gate", (self.num_experts, hidden))
         if experts.correction_bias:
@@ -150,10 +175,7 @@ class ModelConfig:
             shapes[up.removeprefix(".")] = (inner, hidden)
             shapes[down.removeprefix(".")] = (hidden, inner)
         if experts.shared is not None:
-            size = self.hf[experts.shared_size]
-            if experts.shared_size == "n_shared_experts":
-                size *= inner
-            shapes |= self._mlp_shapes(f"mlp.{experts.shared}", size)
+            shapes |= self._mlp_shapes(f"mlp.{experts.shared}", self.shared_expert_size)
         if experts.shared_gate is not None:
             self._add(shapes, f"mlp.{experts.shared_gate}", (1, hidden))
         return shapes

@@ -36,12 +36,14 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     """FLOPs of one forward and backward of these micro-batches. Nothing is read from a device.
 
     "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
-    weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once. Attention: 12 N H for each
-    layer and pair of a query and a key that it sees. Head: 2 D V for each row, and 4 D V for each that can have a
+    weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once, and of an expert's, for each
+    token that it gets. Attention, as if there were no windows: 12 N H for each layer and pair of a query and a key that
+    it sees. Head: 2 D V for each row, and 4 D V for each that can have a
     gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
     counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
     """
     num_weights = sum(outputs * inputs for outputs, inputs in linear_layers(config).values())
+    num_weights += config.routed_weights_per_token
     passes = 3  # forward, gradients of the inputs, gradients of the weights
     adapters = adapted_layers(config, lora) if lora else {}
     if adapters:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from count_memory import CASES, LiveBytes, count_kept, differences, model_config, run_config
+from count_memory import CASES, LiveBytes, count_kept, count_kept_by_transformers, differences, model_config, run_config
 
 import attention
 from config import (
@@ -33,7 +33,7 @@ from kernels.backend import KernelBackend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
 from support.check import memory_fit
-from support.check.memory_plan import GIB, Plan
+from support.check.memory_plan import GIB, Plan, count
 from support.check.rules import check_config
 from support.inputs import reader
 
@@ -88,6 +88,42 @@ def test_what_a_block_keeps_on_cuda(name, monkeypatch):
     monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
     plan = Plan(run_config(compile=False), LARGE[name], 151_665, 1)
     assert plan.block_activations == pytest.approx(count_kept(LARGE[name], responses=[2048]), rel=0.002)
+
+
+A3B = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+A3B |= {"head_dim": 128, "vocab_size": 151936, "num_hidden_layers": 48}
+A3B |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+GEMMA3_1B = {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1}
+GEMMA3_1B |= {"head_dim": 256, "vocab_size": 262144, "num_hidden_layers": 26, "sliding_window": 512}
+MISTRAL_7B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+MISTRAL_7B |= {"head_dim": 128, "vocab_size": 32768, "num_hidden_layers": 32}
+OF_TRANSFORMERS = {
+    "Qwen3-30B-A3B": ("qwen3_moe", False, A3B, 30_532_122_624),
+    "Gemma 3 1B": ("gemma3_text", True, GEMMA3_1B, 999_885_952),
+    "Mistral 7B v0.3": ("mistral", False, MISTRAL_7B, 7_248_023_552),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_what_a_block_of_transformers_keeps_on_cuda(name, monkeypatch):
+    """And the number of parameters that its authors name."""
+    monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
+    family, is_tied, sizes, num_parameters = OF_TRANSFORMERS[name]
+    plan = Plan(run_config(), model_config(family, is_tied, **sizes), 32_000, 1)
+    assert count(plan.shapes) == num_parameters
+    small = {"num_hidden_layers": 1, "vocab_size": 64}
+    counted = count_kept_by_transformers(model_config(family, is_tied, **sizes | small))
+    assert plan.block_activations == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "num_gpus"), [("Qwen3-30B-A3B", "math_30b_a3b.yaml", 8), ("Gemma 3 1B", "gemma3_1b.yaml", 1)]
+)
+def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
+    family, is_tied, sizes, _ = OF_TRANSFORMERS[name]
+    cfg = reader.load(ROOT / "configs" / file, [])
+    plan = Plan(cfg, model_config(family, is_tied, **sizes), sizes["vocab_size"], num_gpus, 79.2 * GIB)
+    assert plan.lacking() <= 0
 
 
 @pytest.mark.slow

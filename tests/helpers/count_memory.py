@@ -35,7 +35,7 @@ from head import HeadOptions, LossPath, response_logps
 from kernels import row_kernels
 from kernels.backend import KernelBackend
 from lora import add_adapters
-from model import Block, Decoder, rope_cos_sin, shard
+from model import Block, Decoder, body_of, rope_cos_sin, shard
 from optim import build_optimizer
 from pack import MicroBatch, Minibatch, pack_samples, to_device
 from records import Grade, Sample
@@ -100,6 +100,8 @@ NUM_TOKENS = 256
 
 def model_config(family="qwen3", tied=False, **sizes) -> ModelConfig:
     hf = {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+    if family == "qwen3_moe":
+        hf |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     return ModelConfig.from_hf(hf | SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 32} | sizes)
 
 
@@ -129,16 +131,17 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
     two packs and sends the weights. It is the second step, which finds the moments."""
     policy, device = cfg.policy, "meta"
     micro, minibatch = make_micro(model_config.vocab_size, device)
+    recompute = policy.dtensor_cfg.activation_checkpointing
     with torch.device("meta"):
-        model = Decoder(model_config, keeps_gathered=keeps_gathered)
+        model = Decoder(model_config, recompute=recompute, keeps_gathered=keeps_gathered)
+        for router in model.model.routers:
+            router.requires_grad_(False)
         if policy.dtensor_cfg.lora_cfg.enabled:
             add_adapters(model, policy.dtensor_cfg.lora_cfg, getattr(torch, policy.precision))
     offloads = policy.dtensor_cfg.cpu_offload
     shard(model, mesh, precision=policy.precision, cpu_offload=offloads)
-    recompute = policy.dtensor_cfg.activation_checkpointing
-    for i, block in enumerate(model.model.layers):
-        block.recompute = recompute is True or i < recompute
     model.to_empty(device="cpu" if offloads else device)
+    model.model.init_buffers(device)
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
     head_options = HeadOptions(backend=KernelBackend("triton"), path=LossPath("one pass"))
@@ -245,6 +248,38 @@ def count_kept(
     return sum(size for key, size in kept.items() if key not in not_counted) / num_tokens
 
 
+def count_kept_by_transformers(model_config: ModelConfig, num_tokens=2048) -> float:
+    """Bytes that the last block of transformers keeps for its backward, for each token of a pack, in bfloat16."""
+    with torch.device("meta"):
+        body = body_of(model_config, recompute=False)
+    of_routers = {param for router in body.routers for param in router.parameters()}
+    for param in body.parameters():
+        if param in of_routers:
+            param.requires_grad_(False)
+        else:
+            param.data = param.data.bfloat16()
+    not_counted = {x.untyped_storage()._cdata for x in (*body.parameters(), *body.buffers())}
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage()._cdata] = x
+        return x
+
+    block = body.layers[-1]
+    forward = block.forward
+
+    def counted(*args, position_embeddings, **kwargs):
+        not_counted.update(x.untyped_storage()._cdata for x in position_embeddings)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return forward(*args, position_embeddings=position_embeddings, **kwargs)
+
+    block.forward = counted
+    layout = PackLayout.of(np.array([0, num_tokens]), None, num_tokens, torch.device("meta"))
+    token_T = torch.zeros(num_tokens, dtype=torch.int64, device="meta")
+    body(token_T, torch.zeros_like(token_T), layout)
+    return sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in not_counted) / num_tokens
+
+
 CASES = {  # name -> (family and whether tied, keys of run_config)
     "qwen3": (("qwen3", False), {}),
     "qwen3 tied": (("qwen3", True), {}),
@@ -257,6 +292,10 @@ CASES = {  # name -> (family and whether tied, keys of run_config)
         ("qwen3", True),
         {"optimizer": OptimizerConfig(kwargs=OptimizerKwargs(state_dtype="bfloat16"))},
     ),
+    "mistral": (("mistral", False), {"recompute": False}),
+    "gemma 3": (("gemma3_text", True), {"recompute": 1}),
+    "experts": (("qwen3_moe", False), {"recompute": False}),
+    "experts, a block again": (("qwen3_moe", False), {}),
     "muon": (("qwen2", False), {"optimizer": OptimizerConfig(name="torch.optim.Muon")}),
 }
 
