@@ -1,15 +1,14 @@
 """Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
 
-When a batch starts, it gets the step at which it is due, and keeps it however long its replies take. Dynamic sampling
-may train it earlier, never later.
-Therefore long responses are trained as often as they are sampled, and none is older than max_age steps. A step waits
-for its own batch only; later batches stay in the engine, which goes on with them after each weight sync. docs/async.md
-compares this with other systems.
+When a batch starts, it gets the step that trains it, and keeps it however long its replies take. Dynamic sampling may
+train it earlier, never later. Therefore long responses are trained as often as they are sampled, and none is older than
+max_age steps. A step waits for its own batch only; later batches stay in the engine, which goes on with them after each
+weight sync. docs/async.md compares this with other systems.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,16 @@ from rollout import Conversation, Prompts, Sampler, State
 from support.inputs.mixing import Cursor, Mixture
 
 Started = TypeVar("Started")  # what `start` returns
-InFlight = deque[tuple[Started, Cursor]]  # batches of later steps, oldest first, each with the data cursor after it
+
+
+class Batch(NamedTuple, Generic[Started]):
+    """A batch that has started, and the data cursor after its prompts."""
+
+    started: Started
+    cursor_after: Cursor
+
+
+InFlight = deque[Batch[Started]]  # oldest first
 
 
 class Starts(Protocol[Started]):
@@ -45,21 +53,23 @@ def draw_ahead(
     num_steps: int,
 ) -> tuple[list[Sample], Cursor]:
     """Starts the batches of this step and of the next max_age, as far as they have not started; then returns this
-    step's batch and the cursor after it."""
+    step's batch and the data cursor after it."""
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
     newest_records = {"records": cursor["records"]}  # metrics for a custom_dataloader
     num_wanted = 1 + min(grpo.async_grpo.max_age, num_steps - step)
     while len(in_flight) < num_wanted:
-        before = in_flight[-1][1] if in_flight else cursor
-        before = before | newest_records
+        newest_cursor = in_flight[-1].cursor_after if in_flight else cursor
+        before = newest_cursor | newest_records
         problems, after = mixture.draw(before, grpo.prompts_per_batch)
         # A prompt's number is its place in the data, because dynamic sampling may still move it to another step.
         prompts = list(enumerate(problems, start=before["position"]))
-        due = step + len(in_flight)
-        started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), due)
-        in_flight.append((started, after))
-    started, after = in_flight.popleft()
-    return sampler.finish(started), after | newest_records
+        step_of_batch = step + len(in_flight)
+        started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), step_of_batch)
+        in_flight.append(Batch(started, after))
+    batch = in_flight.popleft()
+    samples = sampler.finish(batch.started)
+    cursor_after = batch.cursor_after | newest_records
+    return samples, cursor_after
 
 
 class AheadSampler(Sampler):

@@ -298,9 +298,10 @@ class Engine:
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for internal_id, state in self.llm.llm_engine.output_processor.request_states.items():
             # Tokens in flight (AsyncScheduler is a step ahead) are drawn from the old weights.
-            start = state.detokenizer.num_output_tokens() + requests[internal_id].num_output_placeholders
-            # A request without a token may keep old keys: then its first token counts as old.
-            self.versions_by_request[state.external_req_id].append((version, start or int(not self.rebuilds_cache)))
+            first_new = state.detokenizer.num_output_tokens() + requests[internal_id].num_output_placeholders
+            if first_new == 0 and not self.rebuilds_cache:
+                first_new = 1  # it may keep old keys of its prompt: its first token counts as old
+            self.versions_by_request[state.external_req_id].append((version, first_new))
         return sum(sent.values())
 
     def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:

@@ -206,7 +206,7 @@ class Sampler(AbstractContextManager):
     def draw_batch(
         self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
     ) -> tuple[list[Sample], Cursor]:
-        """Batch `number` of a step, and the data cursor after it."""
+        """Batch `number` of a step, from 0, and the data cursor after it."""
         grpo = cfg.grpo
         problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
         prompts = list(enumerate(problems, start=number * grpo.prompts_per_batch))
@@ -246,6 +246,7 @@ class Sampler(AbstractContextManager):
         return conversations
 
     def _begin(self, conversations: list[Conversation]) -> None:
+        """Agents start, and the engine starts the first replies of all other conversations."""
         for conversation in conversations:
             if conversation.sample.is_led:
                 self._open_rollout(conversation)
@@ -499,7 +500,8 @@ def sample_step(
             waiting = waiting[grpo.num_prompts_per_step :]
             num_missing = grpo.num_prompts_per_step - len(chosen)
             trained = [renumbered(sample, number) for number, group in enumerate(chosen) for sample in group]
-            num_overlong = filter_overlong(trained) if grpo.overlong_filtering else 0
+            if grpo.overlong_filtering:
+                num_overlong = filter_overlong(trained)
             for sample in trained:
                 if not sample.grade.is_valid:
                     sample.is_filtered = True
@@ -524,7 +526,7 @@ def _nothing_to_train(
     """Why the batches of a step were too few, and what to do."""
     grpo = cfg.grpo
     if trained and grpo.overlong_filtering:
-        num_cut = sum(sample.finish_reason == "length" for sample in trained)
+        num_cut = len([sample for sample in trained if sample.finish_reason == "length"])
         return (
             f"no sample of {num_batches} batches can be trained on: in the last one {num_cut} of {len(trained)} ran "
             f"into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
@@ -538,8 +540,13 @@ def _nothing_to_train(
             f"or were not graded{''.join(reasons[:1])}"
         )
     groups = groups_of(generated)
-    num_solved = sum(all(sample.grade.outcome == "ok" for sample in group) for group in groups)
-    num_failed = sum(all(sample.grade.outcome != "ok" for sample in group) for group in groups)
+    num_solved = num_failed = 0
+    for group in groups:
+        are_right = [sample.grade.outcome == "ok" for sample in group]
+        if all(are_right):
+            num_solved += 1
+        elif not any(are_right):
+            num_failed += 1
     return (
         f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_mixed} groups of unequal rewards; "
         f"a step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {num_solved} groups every answer was "

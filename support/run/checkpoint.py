@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -76,7 +77,8 @@ def write_folder(temporary: Path, meta: dict, writers: Mapping[Path, Callable[[]
         on_rank0(partial(_make_empty, temporary))
         commit(temporary, meta, [write_part(file, write) for file, write in writers.items()])
     except OSError:
-        on_rank0(partial(shutil.rmtree, temporary, ignore_errors=True))
+        if dist.get_rank() == 0:  # all ranks have written their files, or none has
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

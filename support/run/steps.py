@@ -40,37 +40,34 @@ def remaining_steps(run: Run) -> Iterator[int]:
 def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metrics: Numbers) -> None:
     """Counts the step and logs it. Raises Interrupted on all ranks when a signal asks any of them to stop."""
     state = run.state
+    async_grpo = run.cfg.grpo.async_grpo
     state.step += 1
-    if run.cfg.grpo.async_grpo.enabled:
+    if async_grpo.enabled:
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     if run.cfg.env.agents:
         metrics |= agent_metrics(samples.generated)
     state.cursor = run.inputs.train.record(samples.cursor, metrics)
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
+
     seconds = run.timer.take()
-    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
-    _log_step(run, samples, minibatches, seconds)
-    run.told_to_stop = any_rank(run.signals.pending())
-    if run.told_to_stop and not run.is_finished:
-        raise Interrupted
-
-
-def _log_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], seconds: Numbers) -> None:
-    """Logs metrics, seconds of the phases, speed, memory and some samples of the step. A collective."""
-    async_grpo = run.cfg.grpo.async_grpo
     if async_grpo.enabled:  # NeMo RL's names
         seconds["exposed_generation"] = seconds["generation"]
         seconds["weight_sync"] = seconds["prepare_for_generation"]
     working_seconds = dict(seconds)
     if run.ranks.bridge and async_grpo.max_age:
         working_seconds["generation"] = seconds["total_step_time"]  # generators work while the trainers do
-    performance = performance_metrics(run.metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
+    run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
+    performance = performance_metrics(metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
     performance |= run.memory.metrics(run.timer.peaks)
     move_calls(samples.trained[: run.cfg.logger.num_samples_to_log])
     if run.log:
-        run.log.step(run.state.step, run.metrics, seconds, performance)
-        run.log.samples(run.state.step, "train", samples.trained, run.inputs.tokenizer)
+        run.log.step(state.step, metrics, seconds, performance)
+        run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)
+
+    run.told_to_stop = any_rank(run.signals.pending())
+    if run.told_to_stop and not run.is_finished:
+        raise Interrupted
 
 
 def check_engine(run: Run, step: int) -> Numbers:

@@ -28,17 +28,19 @@ def validate(run: Run) -> None:
         return
     run.watchdog.enter("validation")
     start = time.perf_counter()
-    scored: dict[str, list[list[Sample]]] = {}  # prefix of the names of its numbers -> groups
-    of_all_sets: dict[str, list[list[Sample]]] = defaultdict(list)  # NeMo RL has these alone
+    scored: dict[str, list[list[Sample]]] = defaultdict(list)  # prefix of the numbers' names -> groups
     has_several_sets = len(run.inputs.validation) > 1
     for name, mode, samples in sample_sets(run.cfg, run.inputs, run.sampler):
-        prefix = f"validation/{name}/{mode}" if has_several_sets else f"validation/{mode}"
-        scored[prefix] = groups_of(samples)
-        of_all_sets[f"validation/{mode}"] += scored[prefix]
+        groups = groups_of(samples)
+        prefix = f"validation/{mode}"
+        scored[prefix] += groups  # of all sets together: NeMo RL has these alone
+        if has_several_sets:
+            prefix = f"validation/{name}/{mode}"
+            scored[prefix] += groups
         if run.log:
             run.log.samples(run.state.step, prefix, samples, run.inputs.tokenizer)
     values: dict[str, float] = {}
-    for prefix, groups in (*scored.items(), *of_all_sets.items()):
+    for prefix, groups in scored.items():
         for key, value in summarize(groups).items():
             values[f"{prefix}/{key}"] = value
     values["timing/validation/total_validation_time"] = time.perf_counter() - start

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahead import AheadSampler, InFlight, draw_ahead
+from ahead import AheadSampler, Batch, InFlight, draw_ahead
 from config import Config
 from engine import Completion, SamplingOptions, Weights
 from records import Sample
@@ -108,7 +108,8 @@ def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> No
         task, *arguments = request
         watchdog.enter(task)
         if task == "start":
-            sampler.in_flight.append((sampler.start(*arguments), {}))
+            conversations = sampler.start(*arguments)
+            sampler.in_flight.append(Batch(conversations, cursor_after={}))  # the trainers have the cursor
             continue
         try:
             answer = _answer(task, arguments, sampler, device, watchdog)
@@ -137,7 +138,8 @@ def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.dev
         if any_rank(engine.should_stop()):  # no trainer has heard of it
             raise Interrupted
         if task == "finish":
-            return with_tokens(sampler.finish(sampler.in_flight.popleft()[0]))
+            batch = sampler.in_flight.popleft()
+            return with_tokens(sampler.finish(batch.started))
         return with_tokens(sampler.sample(*arguments))
     if task == "canary":
         *inputs, may_stop = arguments
