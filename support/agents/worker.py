@@ -36,7 +36,9 @@ def run(job: dict) -> Json:
         if job["isolation"] == "required":
             sandbox.run("", "", sandbox.Limits(20.0))
         return None
-    os.environ.update(OPENAI_BASE_URL=job["base_url"], OPENAI_API_KEY="none")  # clients read them by themselves
+    # Clients read these by themselves; Anthropic's add /v1.
+    os.environ.update(OPENAI_BASE_URL=job["base_url"], OPENAI_API_KEY="none")
+    os.environ.update(ANTHROPIC_BASE_URL=job["base_url"].removesuffix("/v1"), ANTHROPIC_API_KEY="none")
     if not function:
         return json.loads(run_command(job["command"], job["row"], job["isolation"]))
     try:

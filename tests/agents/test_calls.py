@@ -169,7 +169,7 @@ GIVES = [  # what an agent gives -> (reward, outcome, rewards, extracted), wheth
 
 @pytest.mark.parametrize(("value", "expected", "is_crash"), GIVES, ids=range(len(GIVES)))
 def test_what_an_agent_may_give(value, expected, is_crash, monkeypatch):
-    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"):
         monkeypatch.setenv(name, "")
     job = dict.fromkeys(GIVEN, "") | {"function": "copy:copy", "kwargs": {"x": value}}
     agent = object.__new__(Agent)

@@ -54,8 +54,8 @@ def value_of(rng, depth=3):
     return rng.choice((text_of(rng), text_of(rng), None, True, 3, -1.5, 10**30, 1e308))
 
 
-def body_of(rng):
-    """A request with hostile texts in one or more places; some are no JSON, or not UTF-8."""
+def chat_of(rng):
+    """A request with hostile texts in one or more places."""
     arguments = rng.choice((json.dumps(value_of(rng)), text_of(rng), value_of(rng)))
     call = {"id": text_of(rng), "function": {"name": rng.choice(("f", text_of(rng))), "arguments": arguments}}
     messages = [
@@ -67,10 +67,73 @@ def body_of(rng):
         {"role": text_of(rng), "content": "x"},
         {"role": "user", "content": "x", "name": value_of(rng), text_of(rng): value_of(rng)},
     ]
+    return {"messages": rng.choices(messages, weights=(4, 1, 4, 2, 2, 1, 2), k=rng.randrange(1, 4)), "max_tokens": 2}
+
+
+def response_of(rng):
+    arguments = rng.choice((json.dumps(value_of(rng)), text_of(rng), value_of(rng)))
+    items = [
+        {"role": "user", "content": text_of(rng)},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text_of(rng)}, value_of(rng)]},
+        {
+            "type": "function_call",
+            "call_id": text_of(rng),
+            "name": rng.choice(("f", text_of(rng))),
+            "arguments": arguments,
+        },
+        {"type": "function_call_output", "call_id": value_of(rng), "output": text_of(rng)},
+        {"type": "reasoning", "summary": value_of(rng), "content": value_of(rng)},
+        {"type": rng.choice(("message", text_of(rng))), "role": "assistant", "content": value_of(rng)},
+        {"role": text_of(rng), text_of(rng): value_of(rng), "content": "x"},
+    ]
+    given = rng.choices(items, weights=(5, 1, 4, 3, 1, 1, 1), k=rng.randrange(1, 4))
+    body = {"input": rng.choice((given, given, given, text_of(rng))), "max_output_tokens": 2}
+    for name in ("instructions", "previous_response_id", "text", "reasoning", "include", "top_logprobs"):
+        if rng.random() < 0.1:
+            body[name] = value_of(rng)
+    return body
+
+
+def message_of(rng):
+    blocks = [
+        {"type": "text", "text": text_of(rng)},
+        {
+            "type": "tool_use",
+            "id": text_of(rng),
+            "name": "f",
+            "input": rng.choice(({text_of(rng): "x"}, value_of(rng))),
+        },
+        {"type": "tool_result", "tool_use_id": value_of(rng), "content": text_of(rng)},
+        {"type": "thinking", "thinking": text_of(rng), "signature": value_of(rng)},
+        {"type": text_of(rng)},
+        value_of(rng),
+    ]
+    messages = []
+    for _ in range(rng.randrange(1, 4)):
+        content = rng.choices(blocks, weights=(6, 3, 3, 2, 1, 1), k=rng.randrange(3))
+        role = rng.choice(("user", "user", "assistant", "assistant", text_of(rng)))
+        messages.append({"role": role, "content": rng.choice((content, content, text_of(rng)))})
+    body = {"messages": messages, "max_tokens": 2}
+    for name in ("system", "thinking", "stop_sequences", "metadata"):
+        if rng.random() < 0.1:
+            body[name] = value_of(rng)
+    return body
+
+
+HOSTILE = {"/chat/completions": chat_of, "/responses": response_of, "/messages": message_of}
+
+
+def bytes_of(rng, path):
+    """Of a request over that wire; some are no JSON, or not UTF-8."""
+    body = HOSTILE[path](rng)
     function = {"name": "f", "description": text_of(rng), "parameters": {text_of(rng): value_of(rng)}}
-    body = {"messages": rng.choices(messages, weights=(4, 1, 4, 2, 2, 1, 2), k=rng.randrange(1, 4)), "max_tokens": 2}
+    tools = {
+        "/chat/completions": {"type": "function", "function": function},
+        "/responses": {"type": "function", **function},
+        "/messages": {"name": "f", "input_schema": function["parameters"]},
+    }
     for name, value in {
-        "tools": [{"type": "function", "function": function}],
+        "tools": [rng.choice((tools[path], tools[path], value_of(rng)))],
         "stop": [text_of(rng)],
         "tool_choice": value_of(rng),
         "response_format": value_of(rng),
@@ -93,20 +156,21 @@ def body_of(rng):
     return re.sub(rb"(?<!\\)((?:\\\\)*)\\ud[89a-f][0-9a-f]{2}", rb"\1?", raw)
 
 
-@pytest.mark.parametrize("num_requests", [150, pytest.param(2000, marks=pytest.mark.long)])
-def test_a_request_with_hostile_texts_costs_that_request(case, num_requests, capfd):
+@pytest.mark.parametrize("num_requests", [60, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("path", HOSTILE)
+def test_a_request_with_hostile_texts_costs_that_request(case, path, num_requests, capfd):
     rng = random.Random(8)
     _, url = case.endpoint.open((1,), OPTIONS, -1, 10 * num_requests)
-    bodies = [body_of(rng) for _ in range(num_requests)]
+    bodies = [bytes_of(rng, path) for _ in range(num_requests)]
 
     def ask(part):
         with httpx.Client(timeout=120) as client:
-            return [client.post(f"{url}/chat/completions", content=body).status_code for body in part]
+            return [client.post(url + path, content=body).status_code for body in part]
 
     found = serve(case.endpoint, [lambda start=start: ask(bodies[start::8]) for start in range(8)], seconds=900)
     codes = [found[i % 8][i // 8] for i in range(num_requests)]
     assert set(codes) == {200, 400}, {code: bodies[codes.index(code)][:300] for code in set(codes)}
-    assert codes.count(200) > num_requests / 5
+    assert codes.count(200) > num_requests / 10
     assert case.endpoint.server.faults == []
     [answer] = serve(case.endpoint, [lambda: post(url, {"messages": USER})])
     said = capfd.readouterr()
