@@ -50,8 +50,8 @@ def policy_loss(
     are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
     the KL: logp_R without top_p and top_k; ref_logp_R is always without. adv_R: advantages; mask_R: nonzero if trained;
     positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole; tokens in
-    any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, for an agent's rollout may be
-    several sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
+    any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, where a sample has several
+    sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
     micro-batches and ranks of the optimizer step; num_valid_seqs counts samples.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
