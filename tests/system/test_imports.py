@@ -79,6 +79,7 @@ def test_a_users_module_may_have_a_name_of_ours(module, files, tmp_path, monkeyp
     """Ours are what they were, before and after."""
     write(tmp_path, MINE | files)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     before = dict(sys.modules), list(sys.path)
     for _ in range(2):
         assert import_attribute(f"{module}:KEY", "env_name") == "mine"
