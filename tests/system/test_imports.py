@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import envs  # noqa: F401 - is there before any module of a user, as in the trainer
 from config import ConfigError
 from support.system import imports
 from support.system.imports import import_attribute
