@@ -6,6 +6,8 @@
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights, in turns with steps as they were; a
 #                                  training step in one pass and in two, in turns; our head beside the bare matmuls; a
 #                                  LoRA run that is killed and resumed; a sync; where the time of a step goes
+#     bash bench/gpu.sh open       three minutes of what no GPU has run yet: a LoRA run that is killed and resumed, with the
+#                                  compiled loss; a training step and the head with it
 #     bash bench/gpu.sh pretrained SmolLM2-135M learns to convert units (configs/smollm2.yaml): accuracy and seconds
 #     bash bench/gpu.sh moe        the starter as a mixture of experts learns the smoke task, with CUDA graphs
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
@@ -22,9 +24,9 @@ python=${GRPO_PYTHON:-python3}
 parts=() dry=()
 for word in "$@"; do
     case $word in
-        right|fast|pretrained|moe|peers) parts+=("$word") ;;
+        right|fast|open|pretrained|moe|peers) parts+=("$word") ;;
         --cpu) dry=(--dry) ;;
-        *) echo "gpu.sh: right, fast, pretrained, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
+        *) echo "gpu.sh: right, fast, open, pretrained, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
 ((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast pretrained moe peers) || parts=(right fast); }
@@ -80,13 +82,11 @@ right() {
 fast() {
     if [[ $vllm == absent ]]; then echo "recipe, sync: absent (no vllm here)" | tee -a "$log"
     elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
-        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --turns --steps 7 --out "$out" \
-            policy.sequence_packing.train_mb_tokens=16384
+        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --turns --steps 7 --out "$out"
     else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
     item "training step" 130 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
     our_head "${mains[0]}"
-    [[ $vllm == absent ]] ||
-        item "killed and resumed" 150 "$python" -m bench.gpu_killed "${dry[@]}" --out "$out"
+    killed
     if [[ $vllm == here ]]; then
         item "sync of 1.5 B" 90 "$python" -m bench.gpu_sync "${dry[@]}" --out "$out/sync.jsonl"
     fi
@@ -94,6 +94,17 @@ fast() {
     ((${#dry[@]})) ||  # a CPU's is eager
         item "training step, eager" 60 "$python" -m bench.train_step --eager --out "$out/train_step.jsonl"
     our_head "${mains[1]}"
+}
+
+killed() {
+    [[ $vllm == absent ]] ||
+        item "killed and resumed" 120 "$python" -m bench.gpu_killed "${dry[@]}" --out "$out"
+}
+
+open() {
+    killed
+    item "training step" 60 "$python" -m bench.train_step "${dry[@]}" --rounds 2 --out "$out/train_step.jsonl"
+    our_head "${mains[0]}"
 }
 
 our_head() {
