@@ -269,7 +269,8 @@ def compiled_loss(
     policy_loss: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
 ) -> tuple[PolicyLoss, str]:
     """policy_loss with kernels that torch.compile makes of it and of its derivatives, once for packs of any length, and
-    how many these are, for the log. policy_loss itself, and why, where it does not compile.
+    how many these are, for the log. policy_loss itself, and why, where it does not compile, or where the derivatives of
+    a probe on this device are not those of policy_loss.
 
     The counts that a call gives must be tensors: a number would be a constant of the kernels."""
     from torch._inductor import metrics as inductor_metrics  # its seconds are for runs that compile
@@ -277,12 +278,16 @@ def compiled_loss(
     compiled = torch.compile(policy_loss, fullgraph=True, dynamic=True)
     num_before = inductor_metrics.generated_kernel_count
     pack = next(probe_packs(cfg, has_old, has_ref)).on(device)
-    try:
-        for with_metrics in (False, True):
-            derivatives(partial(compiled, **pack.arguments), pack.stats_KR, with_metrics=with_metrics)
-    except Exception as error:  # of the compiler, of whatever kind: the probes have called the loss itself before
-        reason = str(error).strip().splitlines() or [""]
-        return policy_loss, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
+    expected = derivatives(partial(policy_loss, **pack.arguments), pack.stats_KR, with_metrics=False)
+    for with_metrics in (False, True):  # two graphs
+        try:
+            found = derivatives(partial(compiled, **pack.arguments), pack.stats_KR, with_metrics=with_metrics)
+        except Exception as error:  # of the compiler, of whatever kind: the line above has called the loss itself
+            reason = str(error).strip().splitlines() or [""]
+            return policy_loss, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
+        deviation = float(torch.maximum(*map(_deviation, found.slopes_KR, expected.slopes_KR)))
+        if not deviation <= MAX_DEVIATION:
+            return policy_loss, f"eager, as its compiled derivatives differ by {deviation:.1g} of their size"
 
     def call(logp_R: Tensor, **arguments) -> tuple[Tensor, Metrics]:
         # The kernels for any length exclude lengths 0 and 1, which an empty pack has.
