@@ -1,9 +1,9 @@
 """Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
 
-When a batch starts, it gets the step that trains it, and keeps it however long its replies take. Dynamic sampling may
-train it earlier, never later. Therefore long responses are trained as often as they are sampled, and none is older than
-max_age steps. A step waits for its own batch only; later batches stay in the engine, which goes on with them after each
-weight sync. docs/async.md compares this with other systems.
+When a batch starts, it gets the step that trains it, and keeps it however long its replies take: short replies never
+overtake a long one, so long replies are trained as often as they are sampled. Dynamic sampling may train a batch
+earlier, never later, so no reply is older than max_age steps. A step waits for its own batch only; later batches stay
+in the engine, which goes on with them after each weight sync. docs/async.md compares this with other systems.
 """
 
 from collections import deque
@@ -52,16 +52,18 @@ def draw_ahead(
     step: int,
     num_steps: int,
 ) -> tuple[list[Sample], Cursor]:
-    """Starts the batches of this step and of the next max_age, as far as they have not started; then returns this
-    step's batch and the data cursor after it."""
+    """Starts the batches of this step and of the next max_age, as far as they have not started; then returns the
+    oldest batch and the data cursor after it: that of this step, or of a later one if dynamic sampling asks again.
+    """
     grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
-    newest_records = {"records": cursor["records"]}  # metrics for a custom_dataloader
+    # A custom_dataloader reads the run's metrics in the cursor; those in the cursor of a batch are as old as the batch.
+    newest_records = {"records": cursor["records"]}
     num_wanted = 1 + min(grpo.async_grpo.max_age, num_steps - step)
     while len(in_flight) < num_wanted:
         newest_cursor = in_flight[-1].cursor_after if in_flight else cursor
         before = newest_cursor | newest_records
         problems, after = mixture.draw(before, grpo.prompts_per_batch)
-        # A prompt's number is its place in the data, because dynamic sampling may still move it to another step.
+        # A prompt's number, and so its seeds, is its place in the data: dynamic sampling may move it to another step.
         prompts = list(enumerate(problems, start=before["position"]))
         step_of_batch = step + len(in_flight)
         started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), step_of_batch)
@@ -94,14 +96,15 @@ class AheadSampler(Sampler):
             return
         others = dist.all_reduce(torch.zeros(1), async_op=True)
         while self.engine.versions_by_request or self.led:
-            if not self.ranks.any_rank_of_engine(not others.is_completed()):
+            others_work = self.ranks.any_rank_of_engine(not others.is_completed())
+            if not others_work:
                 return
             for _ in range(STEPS_BETWEEN_STOPS):
                 self.step()
 
     def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether its first replies have ended, or all of a conversation that an environment
-        leads; further turns start at their step. A collective of all ranks that generate."""
+        """Group of a later step -> whether all its first replies have ended (of a led conversation: its rollout).
+        Further turns start at their step. A collective of all ranks that generate."""
         under_way = [conversation for conversations, _ in self.in_flight for conversation in conversations]
         missing = torch.tensor([self._is_missing(conversation) for conversation in under_way], dtype=torch.int32)
         dist.all_reduce(missing)
@@ -119,8 +122,8 @@ class AheadSampler(Sampler):
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """Ages in steps, of first tokens; how many groups of later steps have all their first replies (NeMo RL's buffer),
-    and how many do not. is_whole: of `groups_under_way`."""
+    """The age of a sample, in steps, is that of its first token. Also how many groups of later steps have all their
+    first replies (NeMo RL's buffer), and how many do not. is_whole: of `groups_under_way`."""
     ages = [step - 1 - sample.weight_version for sample in trained]
     num_whole = sum(is_whole.values())
     return {

@@ -37,7 +37,7 @@ class PackLayout:
     most: tuple[int, int]  # most queries, most keys of a segment
     cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
-    key_rows: tuple[Tensor, ...]  # the row_M and order of `GatherRows` for all keys; () where no segment has a prefix
+    key_rows: tuple[Tensor, ...]  # of all keys: row_M, and both tensors of `GatherRows`' order; () without a prefix
 
     @classmethod
     def of(
@@ -72,8 +72,8 @@ class PackLayout:
 
 class GatherRows(torch.autograd.Function):
     """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
-    (Plain indexing sums 16-bit gradients by atomics.) order: a stable argsort of row_M, and where in it each row of x
-    begins. Without, backward sorts: the faster way on CPUs; on CUDA that is 14 launches, not 1."""
+    (Plain indexing sums 16-bit gradients by atomics.) order: two tensors, a stable argsort of row_M, and where in it
+    each row of x begins; or none, which is faster on CPUs, and costs 14 launches in place of 1 on CUDA."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
@@ -116,15 +116,16 @@ def packed_attention(
     """
     assert window is None or window > 0, window
     is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
+    key_MKH, value_MKH = key_TKH, value_TKH
     if layout.key_rows:
         rows = layout.key_rows if is_flash else layout.key_rows[:1]
-        key_TKH = GatherRows.apply(key_TKH, *rows)
-        value_TKH = GatherRows.apply(value_TKH, *rows)
+        key_MKH = GatherRows.apply(key_TKH, *rows)
+        value_MKH = GatherRows.apply(value_TKH, *rows)
     if is_flash:
-        return _flash_attention(query_TNH, key_TKH, value_TKH, layout, scale, window)
+        return _flash_attention(query_TNH, key_MKH, value_MKH, layout, scale, window)
     # In float32: on CPUs the backward pass in bfloat16 takes three times as long.
     wide = torch.promote_types(query_TNH.dtype, torch.float32)
-    out = _attention_by_runs(query_TNH.to(wide), key_TKH.to(wide), value_TKH.to(wide), layout, scale, window)
+    out = _attention_by_runs(query_TNH.to(wide), key_MKH.to(wide), value_MKH.to(wide), layout, scale, window)
     return out.to(query_TNH.dtype)
 
 
@@ -162,7 +163,7 @@ def _attention_by_runs(
     return torch.cat(outs)
 
 
-@lru_cache(maxsize=2)  # a model has at most two windows; the mask of a run is a slice of one
+@lru_cache(maxsize=2)  # a model has at most two windows, and packs of a run nearly always one size; a mask is a slice
 def _visible(size: int, window: int | None, device: torch.device) -> Tensor:
     """[query, key]: whether a query sees a key, where both count from the first key."""
     visible = torch.ones(size, size, dtype=torch.bool, device=device).tril()

@@ -1,11 +1,14 @@
-"""PROMISE 2: sampler and trainer are compared at every step.
+"""The second promise of README: sampler and trainer are compared at every step.
 
 A sampled token has two log-probabilities: the engine's, from when it drew the token, and the trainer's. With the same
 weights they differ by rounding only. A larger gap means that one of the two computes another policy: weights that the
 sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. Training on such tokens looks healthy.
 
-The gap of a step is measured with the newest weights, those at its start. Without grpo.async_grpo they drew all its
-tokens (`check_versions`); with it, only the tokens that they drew are measured (`newest_tokens`). It is measured
+The gap of a step is measured with the weights at its start, the newest. Without grpo.async_grpo, these weights drew all
+tokens of the step (`check_versions`). With it, some tokens are older, and only those of the newest weights are measured
+(`newest_tokens`). With old_logprobs=sampler, a later optimizer step of a rollout reports the gap of the first one.
+
+The gap is measured
 
     in the loss            `loss_and_gap`: old_logp_R, or the first forward of the step, has these weights
     before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
@@ -36,7 +39,7 @@ from pack import MicroBatch
 from records import Sample
 from support.system.exits import StopRun
 
-CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache: vLLM's have 16 tokens, on CPU 128
+CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
 LIKELY_CAUSES = (
     "likely causes: the engine holds old weights (the sync was skipped, or does not reach a parameter, such as a tied "
@@ -46,7 +49,7 @@ LIKELY_CAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """|sampler - trainer|, in nats, over the tokens of a step: mean and largest, of all ranks."""
+    """|sampler - trainer|, in nats, over the tokens of an optimizer step, all ranks together: mean and largest."""
 
     mean: float
     largest: float
@@ -77,9 +80,12 @@ def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) ->
 def needs_old_logps(cfg: Config) -> bool:
     """Whether log-probabilities at the start of the step need a forward of their own.
 
-    With one optimizer step per rollout, the training forward runs the policy of the start, and the ratio is exactly 1:
-    none is needed. It is where the policy moves between optimizer steps, or the gap is measured before the step
-    (async_grpo), unless old_logprobs=sampler; and always for seq_logprob_error_threshold.
+    In the order of the lines below:
+        seq_logprob_error_threshold masks sequences by them, before the step: needed
+        old_logprobs=sampler compares with the sampler: not needed
+        several optimizer steps for a rollout: needed, because the policy moves between them
+        async_grpo has old tokens, and measures the gap before the step: needed
+        one optimizer step: not needed, because its forward runs the policy of the start, and the ratio is exactly 1
     """
     if cfg.grpo.seq_logprob_error_threshold is not None:
         return True
@@ -93,13 +99,14 @@ def needs_old_logps(cfg: Config) -> bool:
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
-    """[R]: whether the token was drawn from weights `version`, the newest. On older ones the gap would include the
-    training since. None without async_grpo: all tokens are new."""
+    """[R]: whether the gap is measured at the token: it was drawn from weights `version`, the newest. On older ones the
+    gap would include the training since. None without async_grpo: all tokens are new."""
     if not grpo.async_grpo.max_age:
         return None
     newest_R = micro.version_R == version
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
-        # Keys of older weights stay in the cache of a sequence with older tokens: no weights give its logps.
+        # A sequence that older weights began keeps their keys in the cache. No single weights compute its logps, so
+        # the whole sequence is left out.
         is_old_R = ~newest_R
         num_old = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, is_old_R.float())  # by number of the sequence
         newest_R = newest_R & (num_old[micro.seq_R] == 0)
@@ -122,8 +129,8 @@ def loss_and_gap(
     if with_metrics:
         with torch.no_grad():
             logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
-            kept_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
-            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, kept_R)
+            kept_now_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
+            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, kept_now_R)
     return loss, metrics
 
 
@@ -141,17 +148,18 @@ def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOCo
     return Gap.of(reduce_over_ranks(sums))
 
 
-def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_R: Tensor | None = None) -> Metrics:
-    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's, at the start of the step.
-    kept_R: the tokens that top_p and top_k keep under the current weights, where these have moved."""
+def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_now_R: Tensor | None = None) -> Metrics:
+    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's, at the start of the step;
+    -inf where top_p or top_k cut the token then. kept_now_R: the tokens that they keep under the weights of the loss,
+    which may have moved since."""
     measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & (logp_R != -torch.inf)
-    if kept_R is not None:
-        measured_R = measured_R & kept_R
+    if kept_now_R is not None:
+        measured_R = measured_R & kept_now_R
     if newest_R is not None:
         measured_R = measured_R & newest_R
-    count = measured_R.sum()
-    if newest_R is not None:
-        count = count + 1e-9  # a step may have no such token: its gap is 0, not 0/0
+    count = (
+        measured_R.sum() + 1e-9
+    )  # without such a token, as in a minibatch of filtered samples, the gap is 0, not 0/0
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": largest}
@@ -168,7 +176,7 @@ def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metric
             sampler_logp_R=micro.sampler_logp_R,
             seq_R=micro.seq_R,
             threshold=threshold,
-            correct_R=micro.reward_R == 1,  # after scaling and shaping, with which few are exactly 1
+            correct_R=micro.reward_R == 1,  # of the shaped reward: with shaping, few are exactly 1
         )
         accumulate(sums, metrics)
     return sums
@@ -240,8 +248,9 @@ def check_canary(
     """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
     engine. A collective; one forward without gradients. Raises StopRun above `limit` (grpo.logp_gap_limit).
 
-    It finds weights, a cache or a compute path that stayed old before a rollout is drawn from them: the prompt is
-    longer than a block of the prefix cache. Nothing is filtered: top_k=1 would hide every gap."""
+    It finds stale weights, a stale cache or another compute path before a rollout is drawn from them: where there is
+    room, the prompt is longer than a block of the prefix cache. Nothing is filtered: with top_k=1 the one token that is
+    kept has logp 0 on both sides."""
     total = engine.max_total_tokens
     num_new = min(CANARY_NEW_TOKENS, max(1, total // 2))
     num_prompt = min(CANARY_PROMPT_TOKENS, total - num_new)

@@ -8,7 +8,7 @@ and its derivatives come from autograd:
     one pass     forward computes the gradients, too, while a chunk's logits are there: 6 R V D flops. Right where the
                  loss's derivatives at a token depend on that token alone, for the chunks to come are not known yet.
 
-In one pass the loss is called after each chunk with the log-probabilities and entropies of the whole pack, 0 for rows
+In one pass the loss is called after each chunk with the log-probabilities and entropies of the whole pack, 0 for chunks
 to come, and its derivatives at the chunk's rows are used. After the last chunk all rows are known: that call gives the
 loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:
 `DEVIATION`, on which `optim.judge_step` stops the run.
@@ -16,7 +16,7 @@ loss, the metrics, and the true derivatives of all rows. If these differ from th
 On a GPU, `compiled_loss` has the compiler write the kernels of the loss and of its derivatives, from loss.py: a few in
 place of some 200 operations. A loss that it cannot compile runs as it is, and the start says why.
 
-No option of the loss is listed here. `choose_loss_path` probes the loss at start, so whoever edits loss.py gets the
+No token loss is listed here. `choose_loss_path` probes the loss at start, so whoever edits loss.py gets the
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
 these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
 
@@ -156,9 +156,9 @@ def linear_loss(
 
     hidden_RD, weight_VD, target_R, precision: as `linear_logp`; differentiable once in the first two.
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
-    If the loss has a gradient there, that counts in `DEVIATION` too.
-    needs_unfiltered: loss_of also gets unfiltered_logp_R, without the sampling_filter, as the KL compares these. In
-    two passes alone.
+    A gradient that the loss has at the rest counts in `DEVIATION`.
+    needs_unfiltered: loss_of also gets unfiltered_logp_R, without the sampling_filter, for the KL. Only with two passes
+    (`choose_loss_path` sees to it).
     Memory of one pass: a chunk of logits in float32 (twice with torch), and both gradients; the weight's is in float32
     until backward.
     """
@@ -189,8 +189,8 @@ class _OnePass(torch.autograd.Function):
             grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape)
         if need_weight:
             grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
-            # The first chunk writes the gradient of each id, and later ones add to it. PyTorch's chunks have no columns
-            # for rows of padding; without a row that has a gradient there is no chunk. What is not written is 0.
+            # Not zeros: the first chunk overwrites the gradients of all ids, and later chunks add to them. Zeros stand
+            # where no chunk writes: in the rows of padding (PyTorch), or in all rows if there is no chunk.
             num_written = 0
             if num_grad_rows:
                 num_written = len(weight_VD) if options.vocab is None else options.vocab
@@ -268,12 +268,14 @@ def derivatives(loss_of: LossOfLogps, stats_KR: Tensor, *, with_metrics: bool) -
 def compiled_loss(
     policy_loss: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
 ) -> tuple[PolicyLoss, str]:
-    """policy_loss with kernels that torch.compile makes of it and of its derivatives, once for packs of any length, and
-    how many these are, for the log. policy_loss itself, and why, where it does not compile, or where the derivatives of
-    a probe on this device are not those of policy_loss.
+    """(loss, a line for the log). The loss is policy_loss with kernels that torch.compile makes of it and of its
+    derivatives, once for packs of any length. It is policy_loss itself where that does not compile, or where the
+    compiled derivatives of a probe on this device differ from its own; the line then says why.
 
     The counts that a call gives must be tensors: a number would be a constant of the kernels."""
-    from torch._inductor import metrics as inductor_metrics  # its seconds are for runs that compile
+    from torch._inductor import (
+        metrics as inductor_metrics,
+    )  # here, because it takes seconds, and few runs on a CPU compile
 
     compiled = torch.compile(policy_loss, fullgraph=True, dynamic=True)
     num_before = inductor_metrics.generated_kernel_count
@@ -385,7 +387,7 @@ class ProbePack:
         return ProbePack(self.stats_KR.float().to(device), arguments)
 
     def taken(self, row_M: Tensor) -> "ProbePack":
-        """The pack of the tokens row_M. Each 24 tokens after the first count as a copy with sequences of its own."""
+        """The pack of the tokens row_M. Each further 24 of them count as a copy with sequences of its own."""
         arguments = {name: x[row_M] if torch.is_tensor(x) else x for name, x in self.arguments.items()}
         copy_M = torch.arange(len(row_M)) // NUM_PROBE_TOKENS
         arguments["seq_R"] = arguments["seq_R"] + 99 * copy_M
@@ -438,9 +440,9 @@ def depends_on_other_tokens(policy_loss: Callable, packs: list[ProbePack]) -> bo
 
 
 def depends_on_pack(policy_loss: Callable, packs: list[ProbePack]) -> bool:
-    """Whether the derivatives at a token depend on other sequences, on their number, or on the order of tokens. Every
-    second sequence moves; then the derivatives must stay, up to float32 rounding, as each sequence is alone and
-    reversed, and as the pack is there fifty times."""
+    """Whether the derivatives at a token depend on other sequences, on their number, or on the order of tokens. They
+    must stay, up to float32 rounding, (1) when every second sequence moves, (2) when a sequence is alone and in reverse
+    order, (3) when the pack is repeated fifty times."""
     for pack in packs:
         for odd in (0, 1):
             if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):

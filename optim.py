@@ -81,6 +81,7 @@ def learning_rate_factor(cfg: config.SchedulerConfig, step: int, num_steps: int)
     if cfg.name == "linear":
         decay = 1 - progress
     else:
+        assert cfg.name == "cosine", cfg.name
         decay = (1 + math.cos(math.pi * progress)) / 2
     return cfg.min_factor + (1 - cfg.min_factor) * decay
 

@@ -34,6 +34,8 @@ from records import Sample, groups_of
 from support.system.exchange import move_tokens
 from support.system.ranks import Ranks, on_device
 
+# A sequence has the type Sample, too. Some samples have several sequences, most are their own one sequence.
+# Advantages and train_global_batch_size count samples; packs hold sequences.
 Part = list[Sample]  # sequences of a group that share a prompt in a pack; one sequence that shares none
 
 
@@ -46,7 +48,8 @@ class Pack:
     targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
     row of a shared prompt predicts several. adv_R: of the token's sample, or turn; reward_R: of its sample; seq_R: the
     number of its sequence within the pack; sample_R: of its sample within the minibatch. version_R: `Sample.versions`.
-    source_R: the target's place among the output ids of all samples that `pack_samples` was given, back to back.
+    source_R: the target's place among the output ids of all sequences that `pack_samples` was given, back to back, by
+    which a dump finds the token of a row.
     Example: the Sample of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
     prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
     second one of the same prompt and output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
@@ -80,8 +83,8 @@ ROW_FIELDS = (
 class MicroBatch(Pack):
     """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
     cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards.
-    mask_R: tokens that are trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the rest
-    serve the metrics. share_R: the part that the token's sequence has of the trained tokens of its sample, float64;
+    mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
+    rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
     None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
     reference policy; None where the run does not need them.
     """
@@ -109,11 +112,11 @@ class MicroBatch(Pack):
 
 @dataclass(slots=True)
 class Minibatch:
-    """What one optimizer step sees: this rank's micro-batches, and counts over all ranks (0 until they are known).
+    """What one optimizer step sees: this rank's micro-batches, and counts over all ranks.
 
-    num_input_tokens: tokens that the model computes. num_samples: numbers of samples are below it. num_tokens: trained
-    tokens. num_trained_samples: samples with a trained token. num_positive_tokens: trained tokens with a reward > 0.
-    version: of the newest weights.
+    num_input_tokens: tokens that the model computes. num_samples: sample_R is below it. `finish_minibatches` sets the
+    rest. num_tokens: trained tokens. num_trained_samples: samples with a trained token. num_positive_tokens: trained
+    tokens with a reward > 0. version: of the newest weights.
     """
 
     micros: list[MicroBatch]
@@ -132,12 +135,7 @@ def make_minibatches(
     rank 0 also gets those of the first num_samples_to_log samples, for the log."""
     size = cfg.policy.train_global_batch_size or len(samples)
     max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
-    for number, (sample, adv) in enumerate(zip(samples, adv_B, strict=True)):
-        for sequence in sample.sequences:
-            sequence.advantage = adv
-            sequence.number = number % size
-            if isinstance(adv, list):
-                sequence.advantage = [adv[turn] for turn in sequence.turns]
+    _write_advantages(samples, adv_B, size)
     minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
         trained = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
@@ -158,6 +156,18 @@ def make_minibatches(
         micros = [to_device(pack, device) for pack in packs]
         minibatches.append(Minibatch(micros, num_input_tokens=num_computed, num_samples=size))
     return minibatches
+
+
+def _write_advantages(samples: Sequence[Sample], adv_B: Sequence[float | list[float]], size: int) -> None:
+    """Into each sequence: its sample's advantage, or the advantages of its own turns, and its sample's number within a
+    minibatch of `size` samples."""
+    for number, (sample, adv) in enumerate(zip(samples, adv_B, strict=True)):
+        for sequence in sample.sequences:
+            sequence.number = number % size
+            if isinstance(adv, list):
+                sequence.advantage = [adv[turn] for turn in sequence.turns]
+            else:
+                sequence.advantage = adv
 
 
 def to_device(pack: Pack, device: torch.device) -> MicroBatch:
@@ -223,18 +233,19 @@ def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
         columns.append(torch.cat([getattr(micro, name) for micro in micros]).double())
     on_host = torch.stack(columns).cpu()
     found = []
-    for rows_KR in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
-        adv_R, reward_R, seq_R, sample_R, sampler_logp_R, mask_R = rows_KR.numpy()
-        found.append(
-            HostRows(adv_R, reward_R, seq_R.astype(int), sample_R.astype(int), sampler_logp_R, mask_R.astype(bool))
-        )
+    for columns_of_micro in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
+        row = dict(zip(HostRows.__slots__, columns_of_micro.numpy(), strict=True))
+        for name in ("seq_R", "sample_R"):
+            row[name] = row[name].astype(int)
+        row["mask_R"] = row["mask_R"].astype(bool)
+        found.append(HostRows(**row))
     return found
 
 
 def gradient_order(rows: HostRows, path: LossPath) -> tuple[np.ndarray, int]:
-    """(the order in which rows with a gradient come first, how many have one). Two thirds of the output layer's work is
-    gradients. At advantage 0 there is one only from a KL, an entropy bonus or an NLL: `path` says so, from probes of
-    the loss."""
+    """(the order in which rows that may have a gradient come first, how many these are). Two thirds of the output
+    layer's work is gradients. At advantage 0 there is one only from a KL, an entropy bonus or an NLL: `path` says so,
+    from probes of the loss."""
     has_grad_R = rows.mask_R
     if not path.zero_adv_has_grad:
         has_grad_R = has_grad_R & (rows.adv_R != 0)
@@ -266,20 +277,20 @@ def num_input_tokens(part: Part) -> int:
 
 
 def assign_to_ranks(
-    samples: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
+    sequences: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
 ) -> list[list[Part]]:
-    """The parts of groups that each rank trains on. The samples of a part share their prompt in a pack of <=
-    `max_tokens` input tokens; without `share_prefix` each sample is a part.
+    """The parts of groups that each rank trains on. The sequences of a part share their prompt in a pack of <=
+    `max_tokens` input tokens; without `share_prefix` each sequence is a part.
 
     Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
-    groups = groups_of(samples, _prompt_of)
+    groups = groups_of(sequences, _prompt_of)
     splits: list[list[Part]] = []
-    some_share_a_prompt = len(groups) < len(samples)
+    some_share_a_prompt = len(groups) < len(sequences)
     if share_prefix and some_share_a_prompt:
         for num_parts in (1, 2, 4, 8):
             splits.append([part for group in groups for part in _split(group, num_parts, max_tokens)])
-    splits.append([[sample] for sample in samples])
+    splits.append([[sequence] for sequence in sequences])
     shares_of_splits = [balance(split, world_size) for split in splits]
     return min(shares_of_splits, key=_load_of_busiest)
 
@@ -319,7 +330,7 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     packs: list[list[int]] = [[] for _ in lengths]
     room = np.full(len(lengths), max_tokens)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        assert lengths[i] <= max_tokens, f"sample of {lengths[i]} tokens, packs of {max_tokens}"
+        assert lengths[i] <= max_tokens, f"an item of {lengths[i]} tokens, packs of {max_tokens}"
         number = (room >= lengths[i]).argmax()
         packs[number].append(i)
         room[number] -= lengths[i]
@@ -332,8 +343,8 @@ def num_packs(parts: Sequence[Part], max_tokens: int) -> int:
 
 
 def pack_samples(parts: Sequence[Part], max_tokens: int) -> list[Pack]:
-    """Packs of <= `max_tokens` input tokens, which no sample exceeds; the samples of a part share their prompt."""
-    sources = []  # of each part's first output id among those of all samples
+    """Packs of <= `max_tokens` input tokens, which no sequence exceeds; those of a part share their prompt."""
+    sources = []  # of each part's first output id among those of all sequences
     num_before = 0
     for part in parts:
         sources.append(num_before)
@@ -360,8 +371,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a sample lies. first: the segment that begins with its prompt. response: a segment of its own, or None
-    where the response follows the prompt. source: the place of its first output id among those of all samples."""
+    """Where a sequence lies. first: the segment that begins with its prompt. response: a segment of its own, or None
+    where the response follows the prompt in `first`, or has one id and so no input. source: the place of its first
+    output id among those of all sequences."""
 
     sample: Sample
     first: Segment
@@ -379,7 +391,7 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
     firsts.sort(key=lambda first: -len(first[0].ids))
     responses: list[Segment] = []
     placed: list[Placed] = []
-    for number, (first, part, source) in enumerate(firsts):  # they lie first: the number is that of the segment
+    for number, (first, part, source) in enumerate(firsts):  # these are the segments 0, 1, ...: `prefix` is the number
         for sample in part:
             response = None
             if len(part) > 1 and sample.num_output_tokens > 1:  # a response of one id has no input
@@ -435,7 +447,7 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
     else:
         adv_R = np.full(len(sampled), sample.advantage, np.float32)
     return {
-        # The row of the previous id predicts an id; the prompt's last row predicts the first id of a response.
+        # Input j - 1 of the response predicts its id j; the prompt's last row predicts id 0.
         "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,
         "target_R": sample.output_ids[sampled].astype(np.int64),
         "sampler_logp_R": sample.sampler_logps[sampled].astype(np.float32),

@@ -1,13 +1,13 @@
-"""PROMISE 3: a saved step can be trained again, with another loss, or in a debugger.
+"""The third promise of README: a saved step can be trained again, with another loss, or in a debugger.
 
     .venv/bin/python replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
     .venv/bin/torchrun --nproc_per_node=2 replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
 
 A run with logger.dump_rollouts saves the samples of a step before it trains (support/run/dump.py has the format). This
 command reads them, the run's config.yaml, and the checkpoint before the step (for step 1 the model folder). It trains
-the step by `grpo.update`, as the run did, and prints each metric that differs from what the run logged. With the same
-config, on a CPU and as many ranks as trained the step, none does: everything is bitwise identical. It starts no engine
-and writes nothing.
+the step by `grpo.update`, as the run did, and prints each metric that the run logged and that now differs. With the
+same config, on a CPU and as many ranks as trained the step, none does: everything is bitwise identical. It starts no
+engine and writes nothing.
 """
 
 import sys
@@ -59,8 +59,8 @@ def read_config(folder: Path, words: list[str]) -> Config:
 
 
 def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Replayed:
-    """Trains the step of `folder` again. A collective. Raises ConfigError for a damaged dump or without the checkpoint
-    before the step, StopRun where a check stops the step."""
+    """Trains the step of `folder` again. A collective. Raises ConfigError if the dump is damaged, or if the checkpoint
+    before the step is missing; StopRun where a check stops the step."""
     problem = checkpoint.problem_of(folder, ranks)
     if problem:
         raise ConfigError(f"{folder}: {problem}; replay another step")
@@ -69,7 +69,7 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
 
     inputs = read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
     check_ids(folder, samples, inputs.model_config.vocab_size)
-    for environment in inputs.environments.values():
+    for environment in inputs.environments.values():  # the workers that `read_inputs` has started: nothing is graded
         environment.close()
     head_options = build_head(cfg, inputs, device)
     model = build_policy(cfg, inputs, ranks, device)
@@ -94,9 +94,10 @@ def check_ids(folder: Path, samples: Sequence[Sample], vocab_size: int) -> None:
     for sample in samples:
         for row in sample.sequences:
             ids = np.array(row.token_ids)
-            if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+            wrong = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(wrong):
                 raise ConfigError(
-                    f"{folder}: has the token id {ids.max(initial=0)}, but policy.model_name has {vocab_size:,} ids"
+                    f"{folder}: has the token id {wrong[0]}, but policy.model_name has {vocab_size:,} ids"
                 )
 
 
@@ -128,7 +129,9 @@ def restore_step_before(
 def compare(run_folder: Path, step: int, metrics: Numbers) -> str:
     """A table of the metrics that differ from those that the run logged for the step."""
     logged = logged_metrics(run_folder, step)
-    compared = [name for name in metrics if isinstance(logged.get(f"train/{name}"), int | float)]
+    compared = [name for name in metrics if isinstance(logged.get(f"train/{name}"), int | float)]  # logged as numbers
+    if not compared:
+        return f"step {step} of {run_folder} has no logged metrics to compare with: it stopped the run"
     lines = [f"{f'step {step} of {run_folder}':<42} {'logged':>16} {'replayed':>16}"]
     for name in compared:
         before, now = logged[f"train/{name}"], metrics[name]
@@ -163,7 +166,7 @@ def work() -> str:
 
 
 def main() -> int:
-    """One rank from start to exit code, which is as grpo.py's."""
+    """One rank, from start to exit code; the codes are those of grpo.py."""
     return run_command(work)
 
 

@@ -1,7 +1,7 @@
 """Prompts -> graded samples: conversations of one or more turns over the ranks, and the samples of a step.
 
-Owns conversations, their seeds and dynamic sampling (DAPO, Yu et al. 2025, 3.2). Every rank sees all samples of a step,
-so all ranks make the same decisions. ahead.py draws batches before their step.
+Owns conversations, their seeds and dynamic sampling (DAPO, Yu et al. 2025, 3.2). Every rank sees all samples of a step
+(their tokens stay with one rank), so all ranks make the same decisions. ahead.py draws batches before their step.
 """
 
 import re
@@ -35,7 +35,7 @@ OPEN_TAG_TOKENS = 32  # of the end of a prompt, in which the tag is looked for
 
 class State(Enum):
     """Where a conversation stands: READY, DRAWING, DRAWN, GRADING, then READY again or DONE. One that an agent leads is
-    in GRADING from its start until it is DONE."""
+    in GRADING from its start until it is DONE. On the ranks of other engines a conversation stays READY."""
 
     READY = "its next reply can be asked for"
     DRAWING = "the engine draws a reply"
@@ -46,8 +46,8 @@ class State(Enum):
 
 class Conversation:
     """A sample in progress. Its ids are sampled replies (mask True unless the problem is not trained on) and
-    observations from the environment (mask False, log-probability 0). step: the step that trains it, or VALIDATION;
-    dynamic sampling may train it in an earlier one."""
+    observations from the environment (mask False, log-probability 0). step: the last step that may train it, or
+    VALIDATION."""
 
     def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
@@ -135,7 +135,8 @@ class Conversation:
 
 
 def seed_of(conversation: Conversation) -> int:
-    """The seed of the next reply. The number of the first turn is left out, so samples of one turn keep their seeds."""
+    """The seed of the next reply. The number of the first turn is left out, so a first reply has the same seed whatever
+    max_rollout_turns is."""
     sample = conversation.sample
     key = [*conversation.seed_key, sample.prompt, sample.index]
     if sample.num_turns > 0:
@@ -206,7 +207,7 @@ class Sampler(AbstractContextManager):
     def draw_batch(
         self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
     ) -> tuple[list[Sample], Cursor]:
-        """Batch `number` of a step, from 0, and the data cursor after it."""
+        """Batch `number`, from 0, of the batches of a step, and the data cursor after it. num_steps: for ahead.py."""
         grpo = cfg.grpo
         problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
         prompts = list(enumerate(problems, start=number * grpo.prompts_per_batch))
@@ -266,6 +267,7 @@ class Sampler(AbstractContextManager):
             "is_validation": conversation.step == VALIDATION,
             "tools": problem.tools,
         }
+        # Not a reply: it starts the agent, which finds what it is given in the state.
         turn = envs.Turn(problem.messages, problem.answer, "stop", state=given, fields=problem.fields)
         if self.ranks.leads_engine:
             self.grading.begin(problem.env_name, {conversation.request_id: turn})
@@ -308,7 +310,7 @@ class Sampler(AbstractContextManager):
             raise next(error for error in gather(stop) if error)
 
     def _wait_for_others(self) -> None:
-        """What this engine does until all have finished: nothing, and the collective after it waits."""
+        """What this engine does until the others have finished. Nothing: `any_rank` waits. ahead.py decodes here."""
 
     def _share(self, conversations: list[Conversation]) -> list[Sample]:
         """The samples of all ranks in their order, with the reward model's scores."""
@@ -342,7 +344,8 @@ class Sampler(AbstractContextManager):
             self._decode(conversations)
 
     def _graded_together(self, conversations: list[Conversation]) -> list[list[Conversation]]:
-        """The conversations in parts that a call of their environment must have as one: groups, where it says so."""
+        """The conversations in parts that one call of their environment must get together: each conversation alone, or
+        all of a prompt, where the environment asks for whole groups."""
         parts: dict[tuple[int, int], list[Conversation]] = defaultdict(list)
         for conversation in conversations:
             sample = conversation.sample
@@ -377,7 +380,8 @@ class Sampler(AbstractContextManager):
         awaited |= self.led  # of later steps too: their results arrive now
         if not awaited:
             return
-        # An idle engine may have ended a reply that `_collect_replies` has not taken yet.
+        # Wait only if there is nothing to decode, no reply that has ended and is not taken yet (its state is DRAWING),
+        # and no agent that may ask for one.
         is_drawing = any(conversation.state is State.DRAWING for conversation in conversations)
         must_wait = self.engine.is_idle and not is_drawing and not self.led
         results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
@@ -389,8 +393,8 @@ class Sampler(AbstractContextManager):
             conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
 
     def _decode(self, conversations: list[Conversation]) -> None:
-        """Draws a token of each running request, if there are any. While all of this step's conversations are graded,
-        those of a later step go on."""
+        """Draws a token of each running request, if there are any. Where this step only waits for grades, the requests
+        of later steps go on."""
         drawing = {c.request_id: c for c in conversations if c.state is State.DRAWING}
         is_grading = any(conversation.state is State.GRADING for conversation in conversations)
         if drawing or self.led or (is_grading and not self.engine.is_idle):
@@ -414,9 +418,9 @@ def deal(
     """The samples that each engine draws, the same on all ranks. whole: env_names whose groups must be on one engine.
 
     All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: in a simulation
-    (docs/LOG.md; lognormal, 60% between problems, 50% within), the busiest of 8 engines has 34% more tokens than the
-    mean with 8 whole groups of 16 each, and 8% more with groups spread over all engines. Longest prompts first, which
-    also evens out prefills, but first those that must be whole.
+    (docs/LOG.md; lognormal lengths), the busiest of 8 engines has 34% more tokens than the mean with 8 whole groups of
+    16 each, and 8% more with groups spread over all engines. The order: groups that must be whole, then the longest
+    prompts, which also evens out prefills.
     """
 
     def place_in_order(numbered: tuple[int, Problem]) -> tuple[bool, int]:
@@ -437,7 +441,7 @@ def deal(
 def _num_parts(problem: Problem, num_samples: int, num_engines: int, max_new_tokens: int, num_prompts: int) -> int:
     """Over how many engines a group is spread: over all, unless that computes a long prompt too often."""
     most = min(num_samples, num_engines)
-    # Each further engine computes the prompt again, at most at a new token's price.
+    # Each further engine computes the prompt again. A prompt's token costs at most as much as a new one.
     extra_tokens = (most - 1) * len(problem.prompt_ids)
     expected_tokens = num_samples * max_new_tokens / 4  # replies of a quarter of max_new_tokens
     if extra_tokens <= expected_tokens / 4:
@@ -480,20 +484,8 @@ def sample_step(
     waiting: list[list[Sample]] = []  # groups that the step can still choose
     num_batches = num_skipped = num_overlong = num_missing = 0
     while not any(sample.num_trained_tokens for sample in trained):
-        if num_batches == grpo.dynamic_sampling_max_gen_batches:
-            stop = StopRun(_nothing_to_train(trained, generated, len(waiting), num_batches, cfg))
-            stop.cursor = cursor
-            raise stop
-        batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
-        generated += batch
-        num_batches += 1
-        groups = groups_of(batch)
-        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
-        if grpo.use_dynamic_sampling:
-            groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
-        waiting += groups
         is_exhausted = num_batches == grpo.dynamic_sampling_max_gen_batches
-        takes_fewer = is_exhausted and grpo.dynamic_sampling_when_exhausted == "train"
+        takes_fewer = is_exhausted and grpo.dynamic_sampling_when_exhausted == "train" and len(waiting) > 0
         if len(waiting) >= grpo.num_prompts_per_step or takes_fewer:
             num_skipped += len(trained)
             chosen = waiting[: grpo.num_prompts_per_step]
@@ -505,6 +497,19 @@ def sample_step(
             for sample in trained:
                 if not sample.grade.is_valid:
                     sample.is_filtered = True
+            continue
+        if is_exhausted:
+            stop = StopRun(_nothing_to_train(trained, generated, len(waiting), num_batches, cfg))
+            stop.cursor = cursor
+            raise stop
+        batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
+        generated += batch
+        num_batches += 1
+        groups = groups_of(batch)
+        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
+        if grpo.use_dynamic_sampling:
+            groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
+        waiting += groups
 
     metrics: dict[str, float] = {"num_overlong_filtered": num_overlong, "num_skipped_samples": num_skipped}
     if grpo.use_dynamic_sampling:
@@ -528,16 +533,16 @@ def _nothing_to_train(
     if trained and grpo.overlong_filtering:
         num_cut = len([sample for sample in trained if sample.finish_reason == "length"])
         return (
-            f"no sample of {num_batches} batches can be trained on: in the last one {num_cut} of {len(trained)} ran "
-            f"into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
+            f"no sample of {num_batches} batches can be trained on: of those chosen last, {num_cut} of {len(trained)} "
+            f"ran into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
             "grpo.overlong_filtering=true, and the others have loss_multiplier=0, or were not graded. Allow longer "
             "responses, or set overlong_filtering=false"
         )
     if trained:
         reasons = [f"; {reason_of(sample)}" for sample in trained if sample.grade.message]
         return (
-            f"no sample of {num_batches} batches can be trained on: in the last one all rows have loss_multiplier=0, "
-            f"or were not graded{''.join(reasons[:1])}"
+            f"no sample of {num_batches} batches can be trained on: of those chosen last, all rows have "
+            f"loss_multiplier=0, or were not graded{''.join(reasons[:1])}"
         )
     groups = groups_of(generated)
     num_solved = num_failed = 0
@@ -547,10 +552,12 @@ def _nothing_to_train(
             num_solved += 1
         elif not any(are_right):
             num_failed += 1
+    remedies = ["train on problems that this model solves now and then"]
+    if grpo.dynamic_sampling_when_exhausted != "train":
+        remedies.append("set grpo.dynamic_sampling_when_exhausted=train")
     return (
         f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_mixed} groups of unequal rewards; "
         f"a step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {num_solved} groups every answer was "
         f"right, in {num_failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
-        "grpo.num_generations_per_prompt, train on problems that this model solves now and then, or set "
-        "grpo.dynamic_sampling_when_exhausted=train"
+        f"grpo.num_generations_per_prompt, or {', or '.join(remedies)}"
     )

@@ -116,12 +116,13 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[Entry]:
             file = Path(f"{file}.yaml")
         below += _read_file(file, (*parents, path))
     own = list(_entries(tree, "", document.places))
-    own.sort(key=lambda entry: not entry.name.endswith("._override_"))  # what replaces a section comes first
-    return below + own
+    replacing = [entry for entry in own if entry.name.endswith("._override_")]  # a whole section: before its keys
+    others = [entry for entry in own if not entry.name.endswith("._override_")]
+    return below + replacing + others
 
 
 def _entries(tree: dict[str, Plain], prefix: str, places: dict[str, str]) -> Iterator[Entry]:
-    """Everything in a tree that is not a section."""
+    """Everything in a tree that is not a section; before the entries of a list an `_override_`, as it replaces all."""
     for key, value in tree.items():
         name = prefix + key
         is_section = plain_name(name) in SECTIONS or nemo.is_section(name)
@@ -160,12 +161,13 @@ def _replaced_section(name: str) -> str | None:
 
 
 def _merge(entries: Sequence[Entry]) -> dict[str, Entry]:
-    """Key -> the entry in force. A value replaces all keys below it, a key the null or {} above it."""
+    """Key -> the entry in force. A later value replaces all keys below it: `env: null` those of `env.math`. A later key
+    replaces the null, {} or [] above it: `env.math.num_workers` an earlier `env: {}`."""
     merged: dict[str, Entry] = {}
     for entry in entries:
         name = _replaced_section(entry.name) or entry.name
         below = [key for key in merged if key.startswith(f"{name}.")]
-        if below and entry.value == {}:
+        if below and entry.value == {}:  # an empty section changes nothing
             continue
         for key in below:
             del merged[key]
@@ -205,11 +207,13 @@ class _Translation:
         self.set_by: dict[str, str] = {}  # key of ours -> the key that set it last
 
     def run(self) -> None:
-        """Judges every key. The last to set a key wins: plain keys come first, then keys renamed onto them, then the
-        command line."""
+        """Judges every key. Of several spellings of one key, the last to be judged wins."""
 
         def order(name: str) -> tuple[bool, bool]:
-            return self.entries[name].place.startswith("command line"), bool(self.rows[name].target)
+            """Plain keys of files, keys renamed onto them, then both kinds of the command line."""
+            is_of_command_line = self.entries[name].place.startswith("command line")
+            is_renamed = bool(self.rows[name].target)
+            return is_of_command_line, is_renamed
 
         for name in sorted(self.entries, key=order):
             entry = self.entries[name]
@@ -228,7 +232,8 @@ class _Translation:
         name, value, _ = entry
         if _replaced_section(name):
             raise ConfigError(f"{name}: expected true, got {_shown(value)}")
-        if row.same or not row.why:  # else any value will do
+        value_matters = row.same or not row.why
+        if value_matters:
             value = self._resolved(entry)
             if keys.is_free(name) and value != entry.value:
                 value = typed(value)
@@ -239,7 +244,7 @@ class _Translation:
         for key, setting in verdict.settings.items():
             earlier = self.set_by.get(key, name)
             is_changed = self._set(key, setting)
-            if is_changed and earlier != name and key in (earlier, name):
+            if is_changed and earlier != name and key in (earlier, name):  # two spellings of one key, and two values
                 self.verdicts[earlier] = f"does not matter: {name} decides"
             self.set_by[key] = name
 
@@ -250,7 +255,8 @@ class _Translation:
         self.doubtful.update({plain_name(name), row.target} & FIELDS.keys())
 
     def _unknown(self, name: str) -> str:
-        """The problem with a key that does not exist. To look for the key that is meant takes some milliseconds."""
+        """The problem with a key that does not exist. The key that is meant is looked for only where the problem is
+        told, for that takes milliseconds."""
         if len(self.problems) >= MOST_PROBLEMS:
             return f"unknown key '{name:.200}'"
         meant = keys.meant_key(name, FIELDS)
@@ -268,7 +274,7 @@ class _Translation:
             return text
         for _ in range(20):
             if "${" not in text:
-                return None if typed(text) is None else text
+                return None if typed(text) is None else text  # `${key}` of a null key is null, not its text
             text = re.sub(r"\$\{([^${}]*)\}", lambda match: self._looked_up(match[1].strip(), entry.name), text)
             if len(text) > 10_000:
                 break
@@ -280,7 +286,7 @@ class _Translation:
             if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", reference):
                 raise ConfigError(f"{key}: ${{{reference:.80}}}: only keys, and mul of numbers, are understood")
             factors = [Decimal(number) for number in re.findall(_NUMBER, reference)]
-            return f"{float(math.prod(factors)):.17g}"  # 1.1 x 100 is 110
+            return f"{float(math.prod(factors)):.17g}"  # Decimal: 1.1 x 100 is 110, not 110.00000000000001
         name = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
         default = FIELDS[name].default if name in FIELDS else MISSING
         found = self.written.get(numbered_name(name), default)
@@ -289,7 +295,7 @@ class _Translation:
         return keys.text_of(found)
 
     def _set(self, name: str, value: Plain) -> bool:
-        """Sets a key of ours, and says whether it had another value. Every unknown key and wrong value ends here."""
+        """Sets a key of ours, and says whether it had another value. ConfigError if key or value is wrong."""
         plain = plain_name(name)
         for free in FREE:
             if name.startswith(f"{free}."):

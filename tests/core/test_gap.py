@@ -41,6 +41,12 @@ def test_the_gap_is_over_the_trained_tokens():
     assert gap.mean == pytest.approx(0.5 / 5) and gap.largest == pytest.approx(0.3)
 
 
+def test_a_minibatch_without_a_trained_token_has_no_gap():
+    """All its samples were filtered: there is nothing to compare, and so no reason to stop."""
+    gap = gap_of_golden_batch(mask_R=torch.zeros(6))
+    assert (gap.mean, gap.largest) == (0, 0) and gap_problem(gap, num_nonfinite=0, limit=1e-4) is None
+
+
 def test_without_old_log_probabilities_those_of_the_training_forward_are_compared():
     gap = gap_of_golden_batch(old_logp_R=None)
     assert gap.mean == pytest.approx((0.1 + 0.1 + 0.5 + 0.1 + 0.7) / 5) and gap.largest == pytest.approx(0.7)

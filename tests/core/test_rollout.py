@@ -192,6 +192,14 @@ def test_a_step_of_truncated_samples_alone_is_skipped_and_counted(dynamic):
     assert rows_of(samples) == [5, 6] and metrics["num_skipped_samples"] == 0 and metrics["num_overlong_filtered"] == 4
 
 
+def test_groups_that_wait_are_trained_before_more_are_drawn():
+    """A batch of four prompts, all mixed; those of the first two rows are cut."""
+    sampler = Cut(2, lambda row: [1, 0, 0, 0])
+    cfg = config_of(1, overlong_filtering=True, use_dynamic_sampling=True, batch_multiplier=4.0)
+    samples, drawn, metrics = collect(cfg, ROWS, 0, sampler)
+    assert rows_of(samples) == [2] and drawn == 4 and metrics["num_skipped_samples"] == 2 * SIZE
+
+
 def test_steps_of_truncated_samples_alone_are_bounded():
     with pytest.raises(
         StopRun, match=r"of 10 batches .* 4 of 4 ran into .*=256 with grpo\.overlong_filtering=true"

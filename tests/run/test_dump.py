@@ -267,7 +267,7 @@ def test_the_step_that_stopped_a_run_stops_again_until_its_reason_is_gone(start,
         with pytest.raises(StopRun):
             replayed(one_rank, tmp_path / "exp_001", 1)
     _, metrics = replayed(one_rank, tmp_path / "exp_001", 1)
-    assert replay.compare(tmp_path / "exp_001", 1, metrics).endswith("\n0 of 0 metrics differ")
+    assert "differ" not in replay.compare(tmp_path / "exp_001", 1, metrics)  # the run logged nothing of the step
 
 
 def test_a_damaged_dump_and_one_whose_checkpoint_is_gone_are_refused(one_rank, plain, tmp_path):
