@@ -85,14 +85,17 @@ class GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         row_M, *order = ctx.saved_tensors
-        grad_MH = grad.flatten(1).index_select(0, order[0]) if order else grad.flatten(1)
-        wide_MH = grad_MH.to(torch.promote_types(grad.dtype, torch.float32))
+        grad_MH = grad.flatten(1)
+        wide_dtype = torch.promote_types(grad.dtype, torch.float32)
         if order:
-            summed = torch.segment_reduce(wide_MH, "sum", offsets=order[1], unsafe=True)
+            sorted_M, start_of_row = order
+            wide_MH = grad_MH.index_select(0, sorted_M).to(wide_dtype)
+            summed = torch.segment_reduce(wide_MH, "sum", offsets=start_of_row, unsafe=True)
         else:
+            wide_MH = grad_MH.to(wide_dtype)
             summed = torch.ops.aten.embedding_dense_backward(wide_MH, row_M, ctx.shape[0], -1, False)
-        no_grad_of_rows = [None] * (1 + len(order))
-        return summed.to(grad.dtype).view(ctx.shape), *no_grad_of_rows
+        none_of_order = [None for _ in order]
+        return summed.to(grad.dtype).view(ctx.shape), None, *none_of_order
 
 
 def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """Tiny random models of all families that transformers' blocks compute, with what makes each of them different."""
 
 import torch
+from tiny import LLAMA3_ROPE
 
 BASE = {
     "vocab_size": 300,
@@ -19,14 +20,6 @@ BASE = {
 }
 WINDOW = 6
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 OF_FAMILY = {
