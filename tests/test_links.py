@@ -65,6 +65,19 @@ def test_links_of(page):
     assert dead_links(page) + stale_quotations(page) == []
 
 
+def test_the_log_has_one_row_for_each_entry():
+    """In the order of the entries. That each link leads to an entry is tested above."""
+    rows = re.findall(r"\]\(log/([\d-]+)\.md#([\d-]+)\)", (ROOT / "docs" / "LOG.md").read_text(encoding="utf-8"))
+    entries = []
+    for month in sorted((ROOT / "docs" / "log").glob("*.md"), reverse=True):
+        text = month.read_text(encoding="utf-8")
+        anchors_of_entries = re.findall(r'^<a id="([^"]+)"></a>\n\n## ', text, re.M)
+        assert len(anchors_of_entries) == len(re.findall(r"^## ", text, re.M)), f"{month}: an entry without an anchor"
+        entries += [(month.stem, anchor) for anchor in anchors_of_entries]
+    assert len(rows) > 100
+    assert rows == entries
+
+
 @pytest.mark.parametrize(
     ("line", "number"),
     [
