@@ -1,7 +1,12 @@
 """Commands of README.md and CONTRIBUTING.md name what is there."""
 
+import importlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,3 +42,28 @@ def test_what_a_command_names_is_there(command, monkeypatch):
     if configs or settings:
         load(configs[0] if configs else "configs/smoke.yaml", settings)
     assert [word for word in words if word.startswith("tests/") and not Path(word).exists()] == []
+
+
+def test_the_task_of_readme_grades_the_sums(tmp_path, monkeypatch):
+    """my_task.py as README prints it: its function and class grade a right and a wrong reply, and --check accepts each
+    of the commands below it."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"`my_task\.py`.*?```python\n(.*?)```", page, re.S)
+    (tmp_path / "my_task.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module("my_task")
+    assert task.reward([[{"content": "85"}], [{"content": "75"}]], answer=["85", "85"]) == [1.0, 0.0]
+    turns = [SimpleNamespace(whole_reply=reply, answer="85") for reply in ("85", "75")]
+    assert [(result.reward, result.outcome) for result in task.Sums().step(turns)] == [(1.0, "ok"), (0.0, "wrong")]
+    commands = re.findall(r"^    \./train\.sh (.*my_task:.*)$", page, re.M)
+    assert len(commands) == 3
+    for settings in commands:
+        checked = subprocess.run(
+            [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", *settings.split()],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert checked.returncode == 0, checked.stderr
