@@ -107,17 +107,16 @@ def read_meanings() -> list[list[str]]:
     for line in METRICS_PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split(" | ")]
         names = re.findall(r"`((?:train|validation|timing|performance)/[^`]+)`", cells[0])
-        if not names or len(cells) != 5:
+        if not names or len(cells) != 4:
             continue
-        _, formula, healthy, remedy, _ = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", cell) for cell in cells]
-        sentences = [formula] if formula else []
-        if healthy != "-":
-            sentences.append(f"Healthy: {healthy}")
-        if remedy != "-":
-            sentences.append(f"Else: {remedy}")
+        _, formula, healthy, _ = [re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", cell) for cell in cells]
+        text = formula
+        if healthy:
+            sentences = re.sub(r"\*([^*]+)\*", r"SmolLM2 \1", healthy.replace("**", ""))  # the page's italic ranges
+            text = f"{formula}. {sentences[0].upper()}{sentences[1:]}"
         for name in names:
             pattern = re.sub(r"<\w+>", ".+", name.replace(".", r"\."))
-            meanings.append([pattern, ". ".join(sentences)])
+            meanings.append([pattern, text])
     return meanings
 
 

@@ -106,7 +106,7 @@ def test_what_the_run_was_is_on_the_page(tmp_path, monkeypatch):
         "commit": "a" * 10 + ", with changes_1.patch",
     }
     for name, said in (
-        ("train/reward", "Healthy: rises"),
+        ("train/reward", "Rises; SmolLM2 0.19 to 0.98"),
         ("validation/greedy/accuracy", "mean_B(outcome"),
         ("train/reward_by_env/math", "of an environment"),
         ("timing/train/generation", "sampling and grading"),
