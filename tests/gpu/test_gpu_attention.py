@@ -11,9 +11,14 @@ WHOLE = [-1, -1, -1, -1, -1, -1]  # the segment whose keys a segment sees first;
 SHARED = [-1, -1, 0, 0, 1, -1]
 
 
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["all keys", "a window"])
 @pytest.mark.parametrize("prefixes", [WHOLE, SHARED], ids=["whole sequences", "a shared prompt"])
-def test_output_and_gradients_are_those_of_float32(prefixes, place, check, relative_error):
+def test_output_and_gradients_are_those_of_float32(prefixes, is_windowed, place, check, relative_error):
+    """The window ends within a prompt that is shared, and within a long response."""
     lengths = [7, 5, 5, 1, 12, 3] if place.is_tiny else [700, 33, 700, 1, 2048, 128]
+    window = None
+    if is_windowed:
+        window = 9 if place.is_tiny else 1024
     total = sum(lengths)
     device = place.device
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -23,7 +28,7 @@ def test_output_and_gradients_are_those_of_float32(prefixes, place, check, relat
 
     def run(dtype):
         query, key, value, weight = (x.bfloat16().to(dtype).requires_grad_() for x in tensors)
-        out = attention.packed_attention(query, key, value, layout)
+        out = attention.packed_attention(query, key, value, layout, window=window)
         grads = torch.autograd.grad((out * weight.detach().flatten(1)).sum(), (query, key, value))
         return out.detach(), *grads
 
