@@ -8,6 +8,8 @@
 A query sees the keys of its segment up to its own row: the last query sees all of them. docs/walkthrough.md has the
 picture of a real pack. Rotary positions are in the keys already, so attention needs none.
 
+In examples/naive.py this is `weight_GNTT = score_GNTT.masked_fill(is_future_TT, -torch.inf).softmax(-1)`.
+
 Dims, beside those of grpo.py: M the keys of all segments, one after another; M = T where no segment has a prefix.
 """
 

@@ -3,6 +3,9 @@
 The only file that imports vllm. Each rank has an engine, or each group of `tensor_parallel_size` consecutive ranks
 shares one: all of them call `generate` with the same prompts and get the same samples ("external_launcher"). The engine
 starts with dummy weights and never reads any from disk: `sync` is the only path that weights can take.
+
+In examples/naive.py this is `sample(w, config, tokenizer.encode(prompt).ids, num_samples, generator)`: it has the
+weights that train, so there is no sync.
 """
 
 import logging

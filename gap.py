@@ -3,6 +3,7 @@
 A sampled token has two log-probabilities: the engine's, from when it drew the token, and the trainer's. With the same
 weights they differ by rounding only. A larger gap means that one of the two computes another policy: weights that the
 sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. Training on such tokens looks healthy.
+In examples/naive.py this is `old_logp_R=None,  # the weights that sampled are the weights that train: the ratio is 1`.
 
 The gap of a step is measured with the weights at its start, the newest. Without grpo.async_grpo, these weights drew all
 tokens of the step (`check_versions`). With it, some tokens are older, and only those of the newest weights are measured

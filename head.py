@@ -8,6 +8,9 @@ and its derivatives come from autograd:
     one pass     forward computes the gradients, too, while a chunk's logits are there: 6 R V D flops. Right where the
                  loss's derivatives at a token depend on that token alone, for the chunks to come are not known yet.
 
+In examples/naive.py this is `loss_of_group(w, config, group, adv_G, num_tokens, len(adv_B)).backward()`: all logits
+stay in memory, and autograd goes through them and the loss.
+
 In one pass the loss is called after each chunk with the log-probabilities and entropies of the whole pack, 0 for chunks
 to come, and its derivatives at the chunk's rows are used. After the last chunk all rows are known: that call gives the
 loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:

@@ -2,6 +2,7 @@
 
 The forward multiplies by the merged weight, rounded to the precision of the frozen weight: the same numbers that the
 sync sends. So sampler and trainer agree as they do without LoRA, and the engine knows nothing of adapters.
+In examples/naive.py this is `w = {name: x.float().requires_grad_()`: every weight is trained.
 Dims: T packed tokens, I inputs, O outputs, L the low rank.
 """
 

@@ -2,7 +2,10 @@
 transformers' blocks in its place (`support.hf.blocks`).
 
 Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
-KL. Parameters have exactly the names of Hugging Face checkpoints."""
+KL. Parameters have exactly the names of Hugging Face checkpoints.
+
+In examples/naive.py this is `def decode(w: Weights, config: dict, token_GT: Tensor) -> Tensor:`.
+"""
 
 import math
 from collections.abc import Callable, Iterator

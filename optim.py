@@ -2,6 +2,8 @@
 
 The loop in grpo.py clips, asks `judge_step` for the verdict, and steps. A new optimizer is a branch of
 `build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors its `state` holds.
+
+In examples/naive.py this is `optimizer = torch.optim.AdamW(w.values(), weight_decay=0.01)`.
 """
 
 import math

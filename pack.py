@@ -4,6 +4,9 @@ A rollout of B = P * G samples is cut into minibatches of `train_global_batch_si
 default the whole rollout is one). A minibatch is cut into packs, the same number on every rank, because a pack's
 forward runs FSDP's collectives. The loss divides by counts over a whole minibatch: all ranks, all packs.
 
+In examples/naive.py this is `for (group, _), adv_G in zip(attempts, adv_B.split(SAMPLES), strict=True):`: a group is
+computed at a time, with its prompt once for each sample.
+
     make_minibatches     samples -> parts of groups -> ranks -> packs -> micro-batches on the device
     finish_minibatches   after the log-probabilities: what is counted, which rows come first
 

@@ -2,6 +2,8 @@
 
 Owns conversations, their seeds and dynamic sampling (DAPO, Yu et al. 2025, 3.2). Every rank sees all samples of a step
 (their tokens stay with one rank), so all ranks make the same decisions. ahead.py draws batches before their step.
+
+In examples/naive.py this is `def attempt(row: dict, num_samples: int, generator: Generator | None)`, one turn.
 """
 
 import re

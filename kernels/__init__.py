@@ -4,6 +4,8 @@
 
 logp.py has the mathematics, reference.py the same in four lines and with all logits, chunks.py a chunk of logits and
 what is computed from it, row_kernels.py Triton's kernels.
+
+In examples/naive.py this is `logp_GTV = decode(w, config, token_GT)[:, :-1].log_softmax(-1)`.
 """
 
 from importlib import import_module

@@ -1,6 +1,9 @@
 """Logits of a linear head, a chunk of rows at a time in one buffer: statistics, then gradients in place.
 
 z, p, H, g, h, dz: as in logp.py. `TorchChunk` says in PyTorch what `TritonChunk` does with two kernels.
+
+In examples/naive.py this is `rms_norm(hidden_GTD, w["model.norm.weight"]) @ w["model.embed_tokens.weight"].T`: the
+logits of all rows at once.
 """
 
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ and with g = dL/dlogp, h = dL/dH, the gradient dz of W x (not of z) gives dX and
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 
 Forward computes logits chunk by chunk and keeps a row's statistics; backward computes them again.
+In examples/naive.py this is `logp_GT = logp_GTV.gather(-1, token_GT[:, 1:, None])[..., 0]`.
 
 Precision: float64 inputs are computed in float64 throughout; else logits, and everything between the matmuls, are
 float32. dz is rounded to the inputs' dtype once, before its two matmuls; dW is summed over chunks in float32.

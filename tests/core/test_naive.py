@@ -1,10 +1,14 @@
 """examples/naive.py, which has no packs, no shared prompts, no shards and no head of its own: the same gradient."""
 
+import ast
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from dist_case import packs_of
 from safetensors.torch import load_file
@@ -18,6 +22,10 @@ from records import Sample
 from support.run.start import loss_path_of
 
 STARTER = naive.TASK / "starter"
+PAGE = Path(naive.__file__).read_text(encoding="utf-8")
+ROOT = Path(naive.__file__).resolve().parents[1]
+CLEVER = ("pack", "attention", "head", "model", "engine", "rollout", "ahead", "gap", "lora", "optim")
+CLEVER += ("kernels/__init__", "kernels/logp", "kernels/chunks", "kernels/row_kernels")
 
 
 def groups_of(w, model_config, num_groups):
@@ -81,3 +89,16 @@ def test_its_gradient_is_the_programs(one_rank):
     for name, grad in ours.items():
         exact = w[name].grad
         assert (grad - exact).norm() <= 1e-5 * exact.norm(), name
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("name", CLEVER)
+def test_a_clever_file_quotes_its_plain_sentence(name):
+    said = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8")))
+    (quoted,) = re.findall("In examples/naive.py this is `([^`]+)`", said)
+    assert quoted in PAGE
+
+
+@pytest.mark.house
+def test_it_is_one_page():
+    assert PAGE.count("\n") <= 150
