@@ -193,6 +193,13 @@ class Plan:
             items["gradients"] = self.shards["gradients"]
         return items
 
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of each element that a norm keeps for its backward: its input in float32, and for the gradient of its
+        weight the normalized input. A LayerNorm computes that again."""
+        is_layer_norm = self.model.family.norm_bias is not None
+        return 4 if self.lora or is_layer_norm else 8
+
     @cached_property
     def block_activations(self) -> float:
         """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
@@ -215,8 +222,7 @@ class Plan:
         if is_native and policy.compile is not False:  # None: on CUDA it is
             norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
             return norms + attention + 3 * c * m.intermediate_size
-        scaled = 0 if self.lora else 4  # for the gradient of the norms' weights
-        norms = len(m.family.norms) * (4 + scaled) * m.hidden_size + (4 + scaled) * (queries + keys) * has_qk_norm
+        norms = self.norm_bytes * (len(m.family.norms) * m.hidden_size + (queries + keys) * has_qk_norm)
         attention += c * m.hidden_size  # its input
         if m.num_experts == 0:
             tensors = 2 if m.family.mlp == "plain" else 4
@@ -224,6 +230,8 @@ class Plan:
         experts = c * m.experts_per_token * (2 * m.hidden_size + 4 * m.expert_size)
         router = 4 * m.num_experts + INDICES * m.experts_per_token
         shared = c * (m.hidden_size + 4 * m.shared_expert_size) if m.shared_expert_size else 0
+        if m.family.experts.shared_gate is not None:
+            shared += c * m.hidden_size  # what the gate scales
         return norms + attention + experts + router + shared
 
     @cached_property
@@ -317,7 +325,7 @@ class Plan:
         if deferred:
             states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
         inputs = c * self.tokens * m.hidden_size  # of the head, or their gradient
-        activations = self.kept(m.num_hidden_layers) + (4 + 4 + c) * self.tokens * m.hidden_size
+        activations = self.kept(m.num_hidden_layers) + (self.norm_bytes + c) * self.tokens * m.hidden_size
         # The head: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
         dW = 0 if self.lora else self.head
         logits = 2 * inputs + 4 * dW + max(self.logits(True), c * dW + inputs)

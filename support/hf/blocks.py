@@ -45,9 +45,10 @@ def attend(
     **_,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [1, N, T, H], [1, K, T, H] twice -> [1, T, N * H]."""
-    value_TKH = value[0].transpose(0, 1)
-    query_TNH = query[0].transpose(0, 1).to(value_TKH.dtype)  # the rotation has made queries and keys float32
-    key_TKH = key[0].transpose(0, 1).to(value_TKH.dtype)
+    # Rows one after another: a view keeps the whole output of a fused layer; with other strides the result is copied.
+    value_TKH = value[0].transpose(0, 1).contiguous()
+    query_TNH = query[0].transpose(0, 1).to(value_TKH.dtype).contiguous()  # the rotation has made both float32
+    key_TKH = key[0].transpose(0, 1).to(value_TKH.dtype).contiguous()
     (window,) = mask
     attended_TD = packed_attention(query_TNH, key_TKH, value_TKH, layout, scale=scaling, window=window)
     return attended_TD[None], None

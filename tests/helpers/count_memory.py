@@ -115,22 +115,24 @@ def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Co
     return Config(policy=policy, loss_fn=LossConfig(reference_policy_kl_penalty=0.0), data=data)
 
 
-def make_micro(vocab: int, device: str) -> tuple[MicroBatch, Minibatch]:
-    """(a pack of NUM_TOKENS, all of them response tokens, and its minibatch)."""
-    ids, floats = np.random.default_rng(0).integers(0, vocab, (4, 65), np.int32), np.full(64, -8, np.float32)
-    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(64, np.int32), "grade": Grade(1.0)}
+def make_micro(vocab: int, num_tokens: int, device: str) -> tuple[MicroBatch, Minibatch]:
+    """(a pack of num_tokens in four sequences, all of them response tokens, and its minibatch)."""
+    length = num_tokens // 4
+    ids = np.random.default_rng(0).integers(0, vocab, (4, length + 1), np.int32)
+    floats = np.full(length, -8, np.float32)
+    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(length, np.int32), "grade": Grade(1.0)}
     samples = [Sample(i, 0, 0, [row[0]], row[1:], **given, advantage=0.5 - i) for i, row in enumerate(ids)]
-    (pack,) = pack_samples([[sample] for sample in samples], NUM_TOKENS)
+    (pack,) = pack_samples([[sample] for sample in samples], num_tokens)
     micro = to_device(pack, torch.device(device))
-    counts = {"num_tokens": NUM_TOKENS, "num_trained_samples": 4, "num_positive_tokens": 1}
-    return micro, Minibatch([micro], NUM_TOKENS, **counts, version=0)
+    counts = {"num_tokens": num_tokens, "num_trained_samples": 4, "num_positive_tokens": 1}
+    return micro, Minibatch([micro], num_tokens, **counts, version=0)
 
 
 def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: bool, padded=False) -> dict[str, int]:
     """Bytes of this rank on the GPU: weights, moments and gradients, and the most at once while a step scores, trains
     two packs and sends the weights. It is the second step, which finds the moments."""
     policy, device = cfg.policy, "meta"
-    micro, minibatch = make_micro(model_config.vocab_size, device)
+    micro, minibatch = make_micro(model_config.vocab_size, policy.sequence_packing.train_mb_tokens, device)
     recompute = policy.dtensor_cfg.activation_checkpointing
     with torch.device("meta"):
         model = Decoder(model_config, recompute=recompute, keeps_gathered=keeps_gathered)
@@ -170,7 +172,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
             count("train")
             optimizer.zero_grad(set_to_none=True)
             live.largest = 0
-            as_vllm_takes(full_tensors(model, getattr(torch, policy.precision)), padded)
+            as_vllm_takes(full_tensors(model, getattr(torch, policy.precision)), model_config.num_experts, padded)
             count("sync")
     moments = size(x for state in optimizer.state.values() for x in state.values() if x.dim())
     return counts | {"weights": weights, "moments": moments, "gradients": gradients}
@@ -179,15 +181,17 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
 PARTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
-def as_vllm_takes(weights, padded: bool) -> None:
+def as_vllm_takes(weights, num_experts: int, padded: bool) -> None:
     """By its layerwise reload (vllm/model_executor/model_loader/reload): tensors wait until their layer has all of
-    them; then it is filled, and copied to where it was. What is padded never has all, and waits for the end."""
+    them; then it is filled, and copied to where it was. All experts of a block are one layer. What is padded never has
+    all, and waits for the end."""
+    num_parts = {"qkv": 3, "gate_up": 2, "experts": 3 * num_experts}
     waiting = defaultdict(list)
     for name, tensor in weights:
         *_, part, kind = name.split(".")
-        layer = PARTS.get(part, part)
+        layer = "experts" if ".experts." in name else PARTS.get(part, part)
         waiting[layer, kind].append(tensor)
-        is_whole = len(waiting[layer, kind]) == max(1, [*PARTS.values()].count(layer))
+        is_whole = len(waiting[layer, kind]) == num_parts.get(layer, 1)
         if is_whole and not (padded and part in ("embed_tokens", "lm_head")):
             torch.cat([x.flatten() for x in waiting.pop((layer, kind))])
         del tensor
@@ -309,11 +313,16 @@ def differences(name: str, mesh, vocab=4096, gpu_bytes=None, **offload) -> dict[
     own = {key: offload.pop(key) for key in ("cpu_offload", "defer_fsdp_grad_sync") if key in offload}
     dtensor = replace(cfg.policy.dtensor_cfg, dp_replicate_size=replicas, **own)
     cfg = replace(cfg, policy=replace(cfg.policy, dtensor_cfg=dtensor, **offload))
-    plan = Plan(cfg, model, vocab, mesh.size(), gpu_bytes)
+    found = planned_and_counted(Plan(cfg, model, vocab, mesh.size(), gpu_bytes), mesh)
+    return {item: sizes for item, sizes in found.items() if abs(sizes[0] - sizes[1]) > 0.02 * sizes[1]}
+
+
+def planned_and_counted(plan: Plan, mesh) -> dict[str, tuple[float, int]]:
+    """Weights, moments, gradients, and each phase of a step -> bytes."""
     states = plan.states(gradients=True)
     planned = {item: states.get(item, 0) for item in plan.shards}
     planned |= {phase: plan.size(phase) - CONTEXT for phase in ("train", "score", "sync")}
     planned["sync"] -= plan.woken
     with meta_gpu():
-        counted = count_step(model, cfg, mesh, plan.keeps_gathered, padded=vocab % 64 > 0)
-    return {item: (planned[item], size) for item, size in counted.items() if abs(planned[item] - size) > 0.02 * size}
+        counted = count_step(plan.model, plan.cfg, mesh, plan.keeps_gathered, padded=plan.vocab % 64 > 0)
+    return {item: (planned[item], size) for item, size in counted.items()}
