@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from config import Config
 from support.check.memory_plan import NUMBER, Plan, count
+from support.hf.lora_layers import weights_per_token
 
 # Shares of a data sheet's speed that are reached: matmuls as in docs/scale.md, memory and links as NVIDIA's own tests.
 MATMULS, MEMORY, LINKS = 0.35, 0.8, 0.8
@@ -87,11 +88,12 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     shards, replicas = plan.num_shards, plan.num_gpus // plan.num_shards
     flops, memory, host = MATMULS * gpu.flops, MEMORY * gpu.memory, LINKS * gpu.host
     link = LINKS * speed_between(shards, plan, gpu)
-    blocks, head, weights = count(plan.shapes, ".layers."), plan.head, count(plan.shapes)
-    tokens, length = step.tokens / n, step.prompt + step.response
+    head, weights = plan.head, count(plan.shapes)
+    tokens, length = step.tokens / n, round(step.prompt + step.response)
     # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
-    pairs = 4 * model.num_attention_heads * model.head_dim * model.num_hidden_layers * length / 2
-    blocks_flops, head_flops = tokens * (2 * blocks + pairs), 2 * head * tokens
+    pairs = model.attention_pairs(length) / length
+    attention = 4 * model.num_attention_heads * model.head_dim * pairs
+    blocks_flops, head_flops = tokens * (2 * weights_per_token(model) + attention), 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing
     part = 1 if again is True else again / model.num_hidden_layers
     passes = 2 if plan.lora else 3  # LoRA makes no gradients of the frozen weights
@@ -115,7 +117,7 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
         optimizer = 28 / memory * trained
     copies = 1 / link + 1 / memory if n > 1 else 2 / memory
     return {
-        "generate": generation_seconds(plan, gpu, step, blocks + head),
+        "generate": generation_seconds(plan, gpu, step),
         "score": step.scorings * max((blocks_flops + head_flops) / flops, gathered + fetched),
         "train": step.epochs * (train + step.minibatches * optimizer),
         "sync": plan.engine_precision * weights * copies,
@@ -138,17 +140,21 @@ def seconds_between_replicas(plan: Plan, gpu: Gpu, replicas: int) -> float:
     return 2 * 4 * count(plan.trained) / plan.num_shards * (replicas - 1) / replicas / (LINKS * speed)
 
 
-def generation_seconds(plan: Plan, gpu: Gpu, step: Step, num_weights: int) -> float:
-    """Each decoding step reads the weights, and keys and values in the cache. There are as many steps as the longest
-    response has tokens, and more where the cache does not hold all sequences at once."""
+def generation_seconds(plan: Plan, gpu: Gpu, step: Step) -> float:
+    """Each decoding step reads the weights, those of all experts among them, and keys and values in the cache. There
+    are as many steps as the longest response has tokens, and more where the cache does not hold all sequences at
+    once."""
     tensor = plan.cfg.policy.generation.vllm_cfg.tensor_parallel_size
     samples = step.samples / plan.num_engines
     at_once = min(samples, 1024, plan.kv_cache / plan.kv_bytes / (step.prompt + step.response))
     # A response that ends makes room for another one: all waves but the last take as long as a mean response.
     num_steps = step.longest + (samples / at_once - 1) * step.response
+    num_weights = count(plan.shapes, ".layers.") + plan.head
     weights = plan.engine_precision * num_weights / tensor / (MEMORY * gpu.memory)
     keys = samples * plan.kv_bytes * step.response * (step.prompt + step.response) / (MEMORY * gpu.memory)
-    matmuls = 2 * num_weights / tensor * samples * (step.response + step.prompt / step.group) / (MATMULS * gpu.flops)
+    tokens = samples * (step.response + step.prompt / step.group)
+    num_weights_per_token = weights_per_token(plan.model) + plan.head
+    matmuls = 2 * num_weights_per_token / tensor * tokens / (MATMULS * gpu.flops)
     return num_steps * (weights + DECODE) + keys + matmuls
 
 

@@ -48,6 +48,12 @@ def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return layers
 
 
+def weights_per_token(model: ModelConfig) -> int:
+    """Elements of the blocks' matrices that a token is multiplied by: of experts, of those that it goes to."""
+    in_layers = sum(outputs * inputs for outputs, inputs in linear_layers(model).values())
+    return in_layers + model.routed_weights_per_token
+
+
 def factor_shapes(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
     """Name -> shape of both factors of each adapted layer (lora.LoRALinear)."""
     factors = {}

@@ -30,6 +30,7 @@ ATTENTION_BIAS = Switch("attention_bias")
 MLP_BIAS = Switch("mlp_bias")
 USE_BIAS = Switch("use_bias")
 ALWAYS = Switch("", True)
+USE_WINDOW = Switch("use_sliding_window")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,24 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Which layers see only the last `sliding_window` keys, if config.json has no layer_types: all, or all but each
+    `full_every`-th. size: where config.json has no sliding_window. Without `switch` there are no windows."""
+
+    size: int | None = None
+    full_every: int | None = None
+    switch: Switch = ALWAYS
+
+    def layer_types(self, num_layers: int) -> list[str]:
+        """As in a config.json that has them."""
+        types = []
+        for number in range(1, num_layers + 1):
+            is_full = self.full_every is not None and number % self.full_every == 0
+            types.append("full_attention" if is_full else "sliding_attention")
+        return types
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
@@ -81,6 +100,7 @@ class Family:
     mlp_bias: Switch | None = None
     head_dim: int | None = None
     is_tied: bool = False
+    windows: Windows | None = None
     experts: Experts | None = None
 
 
@@ -94,8 +114,8 @@ FAMILIES = {
         qk_norm="of a head",
         head_dim=128,
     ),
-    "mistral": Family(architecture="MistralForCausalLM"),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", head_dim=128),
+    "mistral": Family(architecture="MistralForCausalLM", windows=Windows(size=4096)),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", head_dim=128, windows=Windows()),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         norms=GEMMA_NORMS,
@@ -104,6 +124,7 @@ FAMILIES = {
         qk_norm="of a head",
         head_dim=256,
         is_tied=True,
+        windows=Windows(size=4096, full_every=6),
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM",
@@ -118,13 +139,15 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of all heads",
+        windows=Windows(size=4096, full_every=4),
     ),
-    "phi3": Family(architecture="Phi3ForCausalLM", qkv="fused", mlp="gate and up fused"),
+    "phi3": Family(architecture="Phi3ForCausalLM", qkv="fused", mlp="gate and up fused", windows=Windows()),
     "granite": Family(
         architecture="GraniteForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",
+        windows=Windows(switch=USE_WINDOW),
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         mlp_bias=MLP_BIAS,
@@ -152,6 +175,7 @@ FAMILIES = {
         plain_names=("c_fc", "c_proj"),
         mlp_bias=Switch("use_bias", True),
         is_tied=True,
+        windows=Windows(),
     ),
     "ernie4_5": Family(
         architecture="Ernie4_5ForCausalLM",
@@ -168,7 +192,12 @@ FAMILIES = {
         mlp_bias=MLP_BIAS,
         head_dim=128,
     ),
-    "exaone4": Family(architecture="Exaone4ForCausalLM", norms=POST_NORM, qk_norm="of a head"),
+    "exaone4": Family(
+        architecture="Exaone4ForCausalLM",
+        norms=POST_NORM,
+        qk_norm="of a head",
+        windows=Windows(size=4096, full_every=4),
+    ),
     "hunyuan_v1_dense": Family(
         architecture="HunYuanDenseV1ForCausalLM",
         qkv_bias=ATTENTION_BIAS,
@@ -179,6 +208,7 @@ FAMILIES = {
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         qkv_bias=Switch("qkv_bias", True),
+        windows=Windows(size=4096, full_every=2, switch=USE_WINDOW),
         experts=Experts(
             shared="shared_expert", shared_size="shared_expert_intermediate_size", shared_gate="shared_expert_gate"
         ),
@@ -188,6 +218,7 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
+        windows=Windows(size=4096, switch=USE_WINDOW),
         experts=Experts(),
     ),
     "olmoe": Family(
@@ -199,6 +230,7 @@ FAMILIES = {
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
+        windows=Windows(),
         experts=Experts(module="block_sparse_moe", gate="w1", up="w3", down="w2", inner="intermediate_size"),
     ),
     "glm4_moe": Family(

@@ -6,8 +6,10 @@ It refuses a model of the native families if `model.Body` would compute somethin
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -150,6 +152,24 @@ class ModelConfig:
         """The elements of the routers, and of the experts that a token goes to, in all layers."""
         of_layer = self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.expert_size)
         return of_layer * sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """How many keys a query of each layer sees at most, its own included; None is all."""
+        windows = self.family.windows
+        if windows is None or not self.hf.get(*windows.switch):
+            return [None] * self.num_hidden_layers
+        size = self.hf.get("sliding_window", windows.size)
+        types = self.hf.get("layer_types") or windows.layer_types(self.num_hidden_layers)
+        return [size if kind == "sliding_attention" else None for kind in types]
+
+    def attention_pairs(self, length: int) -> int:
+        """Pairs of a query and a key that it sees, in a sequence of this length, in all layers together."""
+        pairs = 0
+        for window, num_layers in Counter(self.windows).items():
+            size = length if window is None else min(length, window)
+            pairs += num_layers * (size * (size + 1) // 2 + (length - size) * size)
+        return pairs
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts."""

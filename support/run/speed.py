@@ -9,7 +9,7 @@ import torch.distributed as dist
 from config import LoRAConfig, PolicyConfig
 from metrics import Numbers
 from pack import MicroBatch, Minibatch
-from support.hf.lora_layers import adapted_layers, linear_layers
+from support.hf.lora_layers import adapted_layers, weights_per_token
 from support.inputs.model_config import ModelConfig
 from support.system.ranks import gather
 
@@ -37,26 +37,25 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
 
     "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
     weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once, and of an expert's, for each
-    token that it gets. Attention, as if there were no windows: 12 N H for each layer and pair of a query and a key that
-    it sees. Head: 2 D V for each row, and 4 D V for each that can have a
-    gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
-    counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
+    token that it gets. Attention: 12 N H for each layer and pair of a query and a key that it sees, of which a window
+    leaves fewer. Head: 2 D V for each row, and 4 D V for each that can have a gradient. With `lora` those of frozen
+    weights are not made: 4 for each of theirs and of the factors', 2 D V. Not counted: what backward computes again
+    (activations, scores of flash attention, logits of two passes), merging.
     """
-    num_weights = sum(outputs * inputs for outputs, inputs in linear_layers(config).values())
-    num_weights += config.routed_weights_per_token
+    num_weights = weights_per_token(config)
     passes = 3  # forward, gradients of the inputs, gradients of the weights
     adapters = adapted_layers(config, lora) if lora else {}
     if adapters:
         num_weights += sum(lora.dim * (outputs + inputs) for outputs, inputs in adapters.values())
         passes = 2
-    flops_per_pair = 12 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    flops_per_pair = 12 * config.num_attention_heads * config.head_dim
     flops = 0
     for micro in micros:
-        length_S = np.diff(micro.cu_seqlens).astype(np.int64)
-        prefix_length_S = np.where(micro.prefix_S >= 0, length_S[micro.prefix_S], 0)
-        pairs_S = length_S * (length_S + 1) // 2 + length_S * prefix_length_S
         flops += 2 * passes * num_weights * len(micro.token_T)
-        flops += flops_per_pair * int(pairs_S.sum())
+        lengths = np.diff(micro.cu_seqlens).tolist()
+        for length, prefix in zip(lengths, micro.prefix_S.tolist(), strict=True):
+            before = lengths[prefix] if prefix >= 0 else 0
+            flops += flops_per_pair * (config.attention_pairs(before + length) - config.attention_pairs(before))
         passes_of_rows = len(micro.pos_R) + (passes - 1) * micro.num_grad_rows
         flops += 2 * passes_of_rows * config.hidden_size * config.vocab_size
     return flops

@@ -120,6 +120,32 @@ def test_the_shapes_of_weights_are_those_of_transformers(family):
     assert dict(ModelConfig.from_hf(fields, force_hf=True).tensor_shapes()) == expected
 
 
+WITH_WINDOWS = [name for name, row in FAMILIES.items() if row.windows]
+
+
+@pytest.mark.parametrize("layer_types", ["as in tests/helpers", None])
+@pytest.mark.parametrize("family", WITH_WINDOWS)
+def test_windows_are_those_that_transformers_asks_for(family, layer_types, monkeypatch):
+    """Without layer_types, over seven layers, transformers has a rule for each family."""
+    seen = []
+
+    def attend(query_TNH, *_, window, **__):
+        seen.append(window)
+        return query_TNH.flatten(1)
+
+    monkeypatch.setattr("support.hf.blocks.packed_attention", attend)
+    fields = {"sliding_window": 6, "use_sliding_window": True}
+    if layer_types is None:
+        fields |= {"layer_types": None, "no_rope_layers": 7 * [0], "num_hidden_layers": 7}
+    config = hf_config(family, **fields)
+    given = config.to_dict() | fields
+    model = Decoder(ModelConfig.from_hf(config.to_dict(), force_hf=True))
+    model.model.init_buffers(CPU)
+    with torch.no_grad():
+        model(*packed([draw(9, 0)], np.array([-1])))
+    assert seen == ModelConfig.from_hf(given, force_hf=True).windows and 6 in seen
+
+
 # ------------------------------------------------------------------------------------------- beside the native decoder
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from dist_case import make_samples, settings
 from loop import CPU
+from real_models import GEMMA3_1B, QWEN3_30B_A3B
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -123,6 +124,34 @@ def micro_of(length, head_rows=None, grad_rows=None):
 QWEN3_8B = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151_936}
 QWEN3_8B |= {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 QWEN3_8B |= {"num_key_value_heads": 8, "head_dim": 128}
+
+
+def test_a_token_meets_eight_experts_of_128_worked_out_by_hand():
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    experts = 8 * 3 * 2048 * 768
+    router = 128 * 2048
+    weights = 48 * (attention + experts + router)
+    assert weights == 2_730_491_904  # with the embedding or the head, the 3 billion of its name
+    seen = 12 * 32 * 128 * 48 * (1000 * 1001 // 2)
+    assert train_flops(ModelConfig.from_hf(QWEN3_30B_A3B), [micro_of(1000, 0, 0)]) == 6 * weights * 1000 + seen
+
+
+def test_a_window_bounds_attention_worked_out_by_hand():
+    """Four layers of Gemma 3 1B see all keys. In the others the first 512 queries see 1 to 512, and 488 see 512."""
+    weights = 26 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912)
+    seen = 4 * 1000 * 1001 // 2 + 22 * (512 * 513 // 2 + 488 * 512)
+    flops = 6 * weights * 1000 + 12 * 4 * 256 * seen
+    assert train_flops(ModelConfig.from_hf(GEMMA3_1B), [micro_of(1000, 0, 0)]) == flops
+
+
+@pytest.mark.parametrize("window", [1, 3, 10, 12, 40])
+def test_a_window_reaches_into_the_prefix(window):
+    """Against a count, one by one, of a prompt of 10 tokens and two responses."""
+    one = ModelConfig.from_hf(GEMMA3_1B | {"num_hidden_layers": 1, "sliding_window": window})
+    micro = replace(micro_of(17, 0, 0), cu_seqlens=np.int32([0, 10, 15, 17]), prefix_S=np.array([-1, 0, 0]))
+    seen = sum(min(position + 1, window) for position in (*range(10), *range(10, 15), *range(10, 12)))
+    matrices = 6 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912) * 17
+    assert train_flops(one, [micro]) == matrices + 12 * 4 * 256 * seen
 
 
 def test_int32_bounds_do_not_overflow():
