@@ -55,11 +55,12 @@ def test_the_task_of_readme_grades_the_sums(tmp_path, monkeypatch):
     assert task.reward([[{"content": "85"}], [{"content": "75"}]], answer=["85", "85"]) == [1.0, 0.0]
     turns = [SimpleNamespace(whole_reply=reply, answer="85") for reply in ("85", "75")]
     assert [(result.reward, result.outcome) for result in task.Sums().step(turns)] == [(1.0, "ok"), (0.0, "wrong")]
-    commands = re.findall(r"^    \./train\.sh (.*my_task:.*)$", page, re.M)
+    commands = [line for line in COMMANDS if "my_task:" in line]
     assert len(commands) == 3
-    for settings in commands:
+    for command in commands:
+        settings = command.removeprefix("./train.sh ").split()
         checked = subprocess.run(
-            [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", *settings.split()],
+            [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", *settings],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
