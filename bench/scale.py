@@ -1,5 +1,5 @@
 """Seconds and bytes of every collective of a step, on 8 to 512 GPUs: computed from the shapes of the model and from the
-speeds of the links, not measured. Prints the tables of docs/scale.md.
+speeds of the links, not measured. docs/scale.md has the last of the tables that it prints.
 
     .venv/bin/python bench/scale.py
 """
@@ -31,9 +31,9 @@ BASE, NVLINK_HOP, NETWORK_HOP, TCP_HOP = 8.4e-6, 3.4e-6, 14e-6, 25e-6
 FLOPS = 0.35 * 989e12
 SAMPLES, SAMPLE_TOKENS, PACK_TOKENS = 2048, 1024, 8192  # of the step: all samples, tokens of each with its prompt
 TOKEN_BYTES = 13  # id 4, log-probability 4, mask 1, version of the weights 4
-SAMPLE_BYTES = 96  # numbers, turns and outcome of a sample of one turn, which every rank gets (exchange.py)
+SAMPLE_BYTES = 316  # pickled, of a sample of one turn without its tokens, which every rank gets (exchange.py)
 HALF, FULL = 2, 4  # bytes of a number in bfloat16 and float32
-SCORING, PICKLES = "gather, a scoring pass", "(tokens to all, as pickles)"  # not in the sums: not every run's; the past
+SCORING = "gather, a scoring pass"  # not in the sums: not every run has one
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,12 @@ def fsdp(shape: Shape, num_gpus: int, nics: float, *, replicas: int = 1) -> list
 
 def on_hosts(num_gpus: int) -> list[Collective]:
     """By gloo, whose rings pass through every process: bytes that enter one."""
-    known, tokens = 2 * SAMPLES * SAMPLE_BYTES, SAMPLES * SAMPLE_TOKENS * TOKEN_BYTES
+    known, tokens = SAMPLES * SAMPLE_BYTES, SAMPLES * SAMPLE_TOKENS * TOKEN_BYTES
     ring, speed = (num_gpus - 1) * TCP_HOP, ETHERNET if num_gpus > GPUS_PER_NODE else 4 * ETHERNET
     direct = GPUS_PER_NODE * tokens / num_gpus / speed  # those of a node share its link
     return [
-        Collective("samples: metadata to all ranks", 1, known, known / speed + 2 * ring, "samples"),
+        Collective("samples: metadata to all ranks", 2, known, known / speed + 2 * ring, "samples"),
         Collective("samples: tokens to their trainer", 1, tokens / num_gpus, direct + ring, "samples of a GPU"),
-        Collective(PICKLES, 2, tokens, tokens / speed + 2 * ring, "samples"),
         Collective("counts, metrics, flags", 6, 6 * 300, 10 * ring, "GPUs (hops)"),  # an all-reduce goes around twice
     ]
 
@@ -133,7 +132,7 @@ def compute_seconds(shape: Shape, num_gpus: int) -> float:
 
 
 def total(collectives: list[Collective]) -> float:
-    return sum(collective.seconds for collective in collectives if collective.name not in (SCORING, PICKLES))
+    return sum(collective.seconds for collective in collectives if collective.name != SCORING)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
