@@ -19,6 +19,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from config import DataError
 from support.inputs.files import read_bytes, read_json, read_text
@@ -296,6 +297,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Ids -> text, without special tokens unless `special`. Never encode it again (THUDM/slime#117)."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=not special)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text that each id adds; joined, they are `decode(ids, special=True)`. An id that ends inside a character
+        adds nothing."""
+        if len(ids) == 0:
+            return []
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = [stream.step(self.backend, int(token_id)) or "" for token_id in ids]
+        texts[-1] += self.decode(ids, special=True).removeprefix("".join(texts))
+        return texts
 
     def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         if max_tokens is not None:

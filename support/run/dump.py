@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
-from tokenizers.decoders import DecodeStream
 
 from head import response_logps
 from pack import assign_to_ranks, empty_pack, pack_samples, to_device
@@ -128,7 +127,7 @@ def _write_texts(file: Path, samples: Sequence[Sample], adv_B: Sequence[float], 
                 if row is not sample:
                     record["is_fork"] = True  # of the line before that has no such key
                 record["prompt_text"] = tokenizer.backend.decode(row.prompt_ids, skip_special_tokens=False)
-                record["tokens"] = token_texts(tokenizer, row.output_ids.tolist())
+                record["tokens"] = tokenizer.token_texts(row.output_ids.tolist())
                 stream.write(json.dumps(record) + "\n")
 
 
@@ -172,11 +171,3 @@ def _places(samples: Sequence[Sample]) -> dict[int, np.ndarray]:
         places[id(sample)] = np.arange(start, end)
         start = end
     return places
-
-
-def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text that each id adds; joined, they are the decoded ids. An id that ends inside a character adds nothing."""
-    stream = DecodeStream(skip_special_tokens=False)
-    texts = [stream.step(tokenizer.backend, token_id) or "" for token_id in ids]
-    rest = tokenizer.backend.decode(ids, skip_special_tokens=False).removeprefix("".join(texts))
-    return [*texts[:-1], texts[-1] + rest] if ids else []

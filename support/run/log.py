@@ -43,6 +43,7 @@ WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_m
 SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
 num_gen_tokens""".split()
 GRADE_FIELDS = ("reward", "unshaped_reward", "outcome")
+MAX_WITH_TOKENS = 16  # samples of a step: tokens with their numbers take three times the room of the text
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
 
 
@@ -134,8 +135,10 @@ class RunLog:
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer) -> None:
         """Writes the first conversations to samples.jsonl, and prints some of those of a greedy validation."""
         text = ""
-        for sample in samples[: self.cfg.num_samples_to_log]:
+        for place, sample in enumerate(samples[: self.cfg.num_samples_to_log]):
             record = {"step": step, "kind": kind} | _record_of(sample, tokenizer)
+            if kind == "train" and place < MAX_WITH_TOKENS:
+                _add_tokens(record, sample, tokenizer)
             text += json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n"
         # backslashreplace: a row may contain half a surrogate pair, which UTF-8 cannot encode; JSON's escape can.
         self._append("samples.jsonl", text.encode(errors="backslashreplace"))
@@ -292,6 +295,25 @@ def _calls_of(row: Sample, is_filtered: bool) -> list[dict]:
         record["advantage"] = advantage
         calls.append(record)
     return calls
+
+
+def _add_tokens(record: dict, sample: Sample, tokenizer: Tokenizer) -> None:
+    """Adds the tokens, for the report's colours: of each the text, and the sampler's log-probability, null where the
+    mask is False. An agent's calls get their own. Nothing is computed: rank 0 has all of it."""
+    if sample.is_led:
+        for row, calls in zip(sample.sequences, record["rows"], strict=True):
+            for call, record_of_call in zip(row.calls, calls, strict=True):
+                record_of_call |= _tokens_of(row, slice(call["start"], call["end"]), tokenizer)
+        return
+    record |= _tokens_of(sample, slice(None), tokenizer)
+    if isinstance(sample.advantage, list):  # each turn has its own
+        record["turn_tokens"] = sample.turn_tokens
+
+
+def _tokens_of(row: Sample, place: slice, tokenizer: Tokenizer) -> dict[str, list]:
+    logps = np.where(row.mask[place], row.sampler_logps[place], math.nan).astype(float)
+    texts = tokenizer.token_texts(row.output_ids[place])
+    return {"tokens": texts, "sampler_logps": [round(logp, 4) for logp in logps.tolist()]}
 
 
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -280,8 +280,11 @@ def test_what_was_trained_can_be_read(case, tmp_path):
                 assert call["reply"]["content"] is not None and call["advantage"] == call["number"]
                 assert call["is_trained"] == (s is not samples[0])
                 assert call["reward"] == s.grade.turn_rewards[call["number"]]
+                assert "".join(call["tokens"]) == case.tokenizer.decode(call["ids"], special=True)
             drawn = [token for call in said for token in call["ids"]]
             assert drawn == row.output_ids[row.mask].tolist()
+            logps = [logp for call in said for logp in call["sampler_logps"]]
+            assert logps == pytest.approx(row.sampler_logps[row.mask], abs=6e-5)
 
 
 def test_a_reward_for_each_reply_or_none(case):

@@ -160,12 +160,12 @@ def test_token_texts():
     """Byte-level ids: a character is with the id that ends it; what is no character is decoded all the same."""
     tokenizer = Tokenizer(STARTER)
     ids = tokenizer.backend.encode("1+\u00e9\u65e5 \U0001f9ee=2", add_special_tokens=False).ids
-    texts = dump.token_texts(tokenizer, ids)
+    texts = tokenizer.token_texts(ids)
     assert "".join(texts) == "1+\u00e9\u65e5 \U0001f9ee=2" and [text for text in texts if text] == list("".join(texts))
     rng = np.random.default_rng(0)
     for _ in range(200):
         ids = rng.integers(0, 258, rng.integers(1, 20)).tolist()
-        texts = dump.token_texts(tokenizer, ids)
+        texts = tokenizer.token_texts(ids)
         assert len(texts) == len(ids) and "".join(texts) == tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 

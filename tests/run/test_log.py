@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from samples import sample, with_grade
 
@@ -116,6 +117,25 @@ def test_samples_file_and_console(tmp_path, capsys):
     second |= dict(expected="9" * 2000, unshaped_reward=0.0, env_name="games", advantage=-0.5, rewards=parts)
     assert records(tmp_path, "samples.jsonl") == [first, first | second]
     assert capsys.readouterr().out == "    [a/greedy] '2' -> '111<|end|>'  ok, reward 1, expected '7'\n"
+
+
+def test_logged_samples_of_training_have_their_tokens(tmp_path):
+    """Three sampled tokens of two turns after an observation of one; of later samples of a step only the text."""
+    logps = np.array([-0.123456, 0.0, -2.5, -0.5], np.float32)
+    mask = np.array([True, False, True, True])
+    ids = np.array([16, 17, 18, 257], np.int32)
+    turns = {"advantage": [0.5, -0.5], "turn_tokens": [1, 2]}
+    two_turns = replace(SAMPLES[1], output_ids=ids, sampler_logps=logps, mask=mask, **turns)
+    cfg = config.LoggerConfig(num_samples_to_log=40, tensorboard_enabled=False)
+    log = RunLog(tmp_path, cfg, first_step=1, num_steps=10)
+    log.samples(3, "train", [two_turns, *SAMPLES * 10], Tokenizer(STARTER))
+    log.samples(3, "greedy", [two_turns], Tokenizer(STARTER))
+    first, *others, validated = records(tmp_path, "samples.jsonl")
+    assert first["tokens"] == ["1", "2", "3", "<|end|>"] and "".join(first["tokens"]) == first["reply"]
+    assert first["sampler_logps"] == [-0.1235, None, -2.5, -0.5]
+    assert (first["advantage"], first["turn_tokens"]) == ([0.5, -0.5], [1, 2])
+    assert ["tokens" in other for other in others] == [True] * 15 + [False] * 15
+    assert "turn_tokens" not in others[0] and "tokens" not in validated
 
 
 def test_samples_are_strict_json_whatever_a_row_brings(tmp_path):
