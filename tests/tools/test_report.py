@@ -15,11 +15,12 @@ from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
-from report_runs import ATTACKS, make_hostile, make_run
-from safetensors.numpy import load_file
+from report_runs import ATTACKS, branching_rows, call_of, make_hostile, make_run
+from safetensors.numpy import load_file, save_file
 
-from tools import report
+from tools import report, report_samples
 
 PURE = ("ticks", "isShare", "isMisleading")  # functions of the page's script that draw nothing
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +126,7 @@ def test_what_the_run_was_is_on_the_page(tmp_path, monkeypatch):
 @pytest.mark.skipif(not shutil.which("node"), reason="needs node")
 def test_round_ticks_and_what_accuracy_says(tmp_path):
     """The script's own functions, in node. Ticks are 1, 2 or 5 times a power of ten; of partial credit no accuracy."""
-    script = Path(report.__file__).with_suffix(".html").read_text()
+    script = report.page_template()
     pieces = [script[script.index(f"function {name}(") :].split("\n}\n")[0] + "\n}" for name in PURE]
     runs = {"half": [0.43, 0.97], "whole": [0.25, 0.25]}
     runs = {name: {"series": {"v/reward": [r], "v/accuracy": [a], "v/pass_at_2": [1]}} for name, (r, a) in runs.items()}
@@ -153,56 +154,115 @@ def test_the_page_has_every_number_and_every_sample(run, monkeypatch):
     assert numbers == sum(value is not None for values in shown["series"].values() for value in values) > 2000
     logged = lines_of(run / "samples.jsonl")
     assert shown["kept"] == "480 of 480 samples, and of 2 of 2 dumped steps"
-    kept = [sample for sample in shown["samples"] if sample["kind"] == "train"]
-    for sample, record in zip(kept, logged, strict=True):
-        for name in record.keys() - {"row_id"}:
+    for sample, record in zip(shown["samples"], logged, strict=True):  # those of a dump are among them
+        assert sample["kind"] == ("train, dumped" if record["step"] in (10, 20) else "train")
+        for name in record.keys() - {"kind", "tokens", "sampler_logps"}:
             assert sample[name] == (pytest.approx(record[name], rel=1e-4) if name == "advantage" else record[name])
 
 
 def test_what_is_kept_of_many(tmp_path):
-    """Of each step and kind the first, the last, the worst and the best; where that is too much, of some steps."""
-    rewards = [0.5, 0.0, 1.0, 0.25, None, 0.0, 1.0, 0.75]
+    """Of each step and kind the first group, the last, the worst and the best; where that is too much, of some
+    steps."""
+    rewards = [0.5, 0.5, 0.0, 0.25, None, 1.0, 1.0, 0.75]
     samples = [
-        dict(step=step, kind=kind, outcome="ok", reward=reward, reply=f"{step} {kind} {i}")
+        dict(step=step, kind=kind, outcome="ok", reward=reward, reply=f"{step} {kind} {i}", row_id=i // 2, index=i % 2)
         for step in range(1, 11)
         for kind in ("train", "validation/greedy")
         for i, reward in enumerate(rewards)
     ]
     write(tmp_path, samples=samples)
-    read = partial(report.read_samples, tmp_path / "samples.jsonl", [])
-    kept, words = read(100)
-    assert words == "80 of 160 samples"
-    of_first = [f"1 {kind} {i}" for kind in ("train", "validation/greedy") for i in (0, 1, 2, 7)]
-    assert [s["reply"] for s in kept[:8]] == of_first
+    lines = partial(report_samples.read_lines, tmp_path / "samples.jsonl")
+    kept, words = report.read_samples(lines, [], 159)
+    assert words == "70 of 160 samples"  # 14 of 20 steps and kinds
+    of_first = [f"1 {kind} {i}" for kind in ("train", "validation/greedy") for i in (0, 1, 2, 5, 7)]
+    assert [s["reply"] for s in kept[:10]] == of_first
     assert all(samples[sample["line"]]["reply"] == sample["reply"] for sample in kept)
-    few, words = read(12)
-    assert words == "12 of 160 samples" and {few[0]["step"], few[-1]["step"]} == {1, 10}
-    assert read(160)[1] == "160 of 160 samples"
+    few, words = report.read_samples(lines, [], 22)
+    assert words == "10 of 160 samples" and {few[0]["step"], few[-1]["step"]} == {1, 10}
+    assert report.read_samples(lines, [], 160)[1] == "160 of 160 samples"
+    others, words = report.read_samples(lines, [], 160, leave_out={0, 159})
+    assert words == "158 of 160 samples" and [s["line"] for s in others] == list(range(1, 159))
+
+
+def test_of_a_large_group_the_first_are_kept():
+    samples = [{"row_id": 3, "reward": float(i == 20)} for i in range(30)]
+    assert report_samples.most_telling(samples) == [*samples[:8], samples[20], samples[29]]
 
 
 @pytest.mark.slow
-def test_tokens_of_a_dump(run, monkeypatch):
-    (shown,) = page_of(monkeypatch, run).data["runs"]
+@pytest.mark.parametrize("num_logged", [24, 4, 0])
+def test_tokens_of_a_dump(run, tmp_path, monkeypatch, num_logged):
+    """A logged sample gets the numbers of its dump; the others of the dumped step stand beside it. Each once."""
+    folder = tmp_path / "exp_001"
+    shutil.copytree(run, folder)
+    logged = [
+        record for record in lines_of(folder / "samples.jsonl") if record["row_id"] * 8 + record["index"] < num_logged
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in logged))
+    (shown,) = page_of(monkeypatch, folder).data["runs"]
     dumped = [sample for sample in shown["samples"] if sample["kind"] == "train, dumped"]
     assert {sample["step"] for sample in dumped} == {10, 20} and len(dumped) == 48
+    assert len(shown["samples"]) == 48 + 18 * num_logged
     masked = 0
     for sample in dumped:
-        folder = run / "rollouts" / f"step_{sample['step']:06d}"
-        record = lines_of(folder / "samples.jsonl")[sample["line"]]
-        arrays = load_file(folder / f"rank_{sample['line'] % 2:03d}.safetensors")
-        place = arrays["sample_S"].tolist().index(sample["line"])
+        line = sample["row_id"] * 8 + sample["index"]
+        step = folder / "rollouts" / f"step_{sample['step']:06d}"
+        record = lines_of(step / "samples.jsonl")[line]
+        arrays = load_file(step / f"rank_{line % 2:03d}.safetensors")
+        place = arrays["sample_S"].tolist().index(line)
         start = int(arrays["num_tokens_S"][:place].sum())
         assert sample["prompt"] == record["prompt_text"] and sample["reply"] == "".join(record["tokens"])
-        for i, (text, gap, entropy) in enumerate(sample["tokens"]):
-            assert text == record["tokens"][i]
+        tokens = sample["tokens"]
+        assert tokens["lengths"] == [len(text) for text in record["tokens"]]
+        for i, gap in enumerate(tokens["gap"]):
             if not arrays["mask_T"][start + i]:
                 masked += 1
-                assert gap is entropy is None
+                assert gap is tokens["entropy"][i] is tokens["sampler"][i] is None
                 continue
-            assert gap == pytest.approx(arrays["logp_T"][start + i] - arrays["sampler_logp_T"][start + i], rel=6e-3)
-            assert entropy == pytest.approx(arrays["entropy_T"][start + i], rel=6e-3)
-        assert len(sample["tokens"]) == arrays["num_tokens_S"][place]
+            logp, sampler_logp = arrays["logp_T"][start + i], arrays["sampler_logp_T"][start + i]
+            assert gap == pytest.approx(logp - sampler_logp, rel=6e-3)
+            assert tokens["sampler"][i] == pytest.approx(sampler_logp, rel=6e-3)
+            assert tokens["entropy"][i] == pytest.approx(arrays["entropy_T"][start + i], rel=6e-3)
     assert masked > 10
+
+
+def test_tokens_that_a_run_logged(tmp_path, monkeypatch):
+    """A worked example: lengths as JavaScript counts them, an observation, turns with advantages of their own; and what
+    does not fit together, which is left out."""
+    good = {"step": 1, "kind": "train", "reply": "a\U0001f9eeb c", "tokens": ["a\U0001f9ee", "b", " c"]}
+    good |= {"sampler_logps": [-0.12345, None, -2.5], "advantage": [0.5, -1.0], "turn_tokens": [1, 1]}
+    odd = [{"reply": "other"}, {"tokens": ["a", 3]}, {"sampler_logps": [-1.0]}, {"sampler_logps": ["x", 1, 2]}]
+    odd += [{"tokens": None}, {"turn_tokens": [3, 1]}, {"turn_tokens": [-1, 3]}, {"advantage": 0.25}]
+    write(tmp_path, samples=[good, *(good | other for other in odd)])
+    (shown,) = page_of(monkeypatch, tmp_path).data["runs"]
+    first, *others = [sample["tokens"] for sample in shown["samples"]]
+    assert first == {"lengths": [3, 1, 2], "sampler": [-0.123, None, -2.5], "advantage": [0.5, None, -1.0]}
+    without_turns = {name: first[name] for name in ("lengths", "sampler")}
+    assert others == [{}] * 5 + [without_turns] * 3
+    assert shown["samples"][0]["advantage"] == "[0.5, -1.0]"
+
+
+def test_numbers_have_three_digits():
+    numbers = [0.0, 0.12345, -0.0001236, 1234.5, -98.76, math.nan, math.inf, 9.996, 1e-15]
+    shown = [0.0, 0.123, -0.000124, 1234.0, -98.8, None, None, 10.0, 0.0]
+    assert report.three_digits(np.array(numbers)) == shown
+
+
+def test_tokens_end_where_their_text_is_cut():
+    tokens = {"lengths": np.array([3, 3, 3, 3]), "sampler": np.array([-1.0, -2.0, -3.0, -4.0])}
+    assert report.numbers_for_page(tokens, "x" * 12, 12)["lengths"] == [3, 3, 3, 3]
+    assert report.numbers_for_page(tokens, "x" * 12, 11) == {"lengths": [3], "sampler": [-1.0]}
+
+
+def test_tokens_of_some_steps_are_kept_where_not_all_have_room(monkeypatch):
+    """Those of a dump first; of the others, those of whole steps."""
+    monkeypatch.setattr(report, "MAX_TOKENS", 10)
+    samples = [(0, {"step": i // 2, "tree": [], "tokens": {"lengths": np.ones(20)}}) for i in range(20)]
+    assert report.keep_tokens(samples, 200) == 200
+    assert report.keep_tokens(samples, 100) == 100
+    left = [sample["step"] for _, sample in samples if sample["tokens"]]
+    assert len(left) == 10 and {left.count(step) for step in left} == {2} and {0, 9} <= set(left)
+    assert report.keep_tokens(samples, 0) == 0 and not any(sample["tokens"] for _, sample in samples)
 
 
 @pytest.mark.slow
@@ -211,10 +271,10 @@ def test_a_damaged_dump_is_said(tmp_path):
     folder = tmp_path / "a/rollouts/step_000002"
     (folder / "rank_001.safetensors").write_bytes(b"no tensors")
     notes = []
-    assert report.read_dump(folder, notes, 9) == [] and "step_000002: cannot be read" in notes[0]
+    assert report.read_dump(folder, [], notes, 9) == [] and "step_000002: cannot be read" in notes[0]
     (folder / "rank_001.safetensors").unlink()  # a rank that has not written yet: its samples have no colours
-    samples = report.read_dump(folder, [], 9)
-    assert ["tokens" in sample for sample in samples] == [True, False, True, False]
+    samples = report.read_dump(folder, [], [], 9)
+    assert ["gap" in sample["tokens"] for sample in samples] == [True, False, True, False]
 
 
 ODD = (None, True, 7, -2.5, 1e400, "text", [], [1, None, "a"], {"a": 1})
@@ -227,7 +287,16 @@ def test_fields_of_any_type_are_shown(tmp_path):
         sample, *others = lines_of(file)
         rows = [
             sample | {name: value}
-            for name in (*sample, "num_env_tokens", "tokens", "rows")
+            for name in (
+                *sample,
+                "num_env_tokens",
+                "tokens",
+                "sampler_logps",
+                "turn_tokens",
+                "turns",
+                "rows",
+                "rewards",
+            )
             for value in ODD
             if name != "step"
         ]
@@ -236,33 +305,90 @@ def test_fields_of_any_type_are_shown(tmp_path):
     dumped = [sample for sample in shown["samples"] if sample["kind"] == "train, dumped"]
     assert len(dumped) > 9 and all(type(sample["num_gen_tokens"]) in (int, float) for sample in dumped)
     page = Page(report.as_page([shown], 0)).data["runs"][0]
-    assert all({type(text) for text, *_ in sample["tokens"]} <= {str} for sample in page["samples"])
+    assert any(sample["tokens"] for sample in page["samples"])
+    assert all(type(length) is int for sample in page["samples"] for length in sample["tokens"].get("lengths", []))
 
 
-def test_the_calls_of_an_agent_are_a_conversation(tmp_path, monkeypatch):
-    make_run(tmp_path / "a", num_steps=1, num_envs=1, num_samples=1, num_dumps=0)
-    file = tmp_path / "a/samples.jsonl"
-    sample, *_ = lines_of(file)
-    function = {"name": "add", "arguments": '{"a": 1}'}
-    asked = {"number": 0, "messages": [{"role": "user", "content": "1+1"}], "ids": [5, 7], "is_trained": True}
-    first = asked | {"reply": {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}}
-    second = {"number": 2, "messages": [{"role": "tool", "content": "two"}], "ids": [9], "is_trained": False}
-    second |= {"reply": {"role": "assistant", "content": "2", "reasoning_content": "hm"}, "advantage": 0.5}
-    odd = [*ODD, *([{name: value}] for name in ("messages", "ids", "reply", "number") for value in ODD)]
-    rows = [[first, second], [asked], *odd]
-    file.write_text(json.dumps(sample | {"rows": rows}) + "\n")
-    [shown] = page_of(monkeypatch, tmp_path / "a").data["runs"][0]["samples"]
-    said = ["user: 1+1", "call 0: 2 ids, trained", '-> {"name": "add"', "tool: two", "call 2: 1 ids, not trained"]
-    said += ["advantage 0.5", "assistant: 2", "thought: hm", "--- sequence 2 of"]
-    places = [shown["calls"].index(text) for text in said]
-    assert places == sorted(places)
+def test_the_messages_of_an_agent_are_a_tree(tmp_path, monkeypatch):
+    """A worked example: a plan, two goes from there, a judge apart."""
+    write(tmp_path, samples=[{"step": 1, "kind": "train", "row_id": 4, "rows": branching_rows()}])
+    ((sample,),) = [run["samples"] for run in page_of(monkeypatch, tmp_path).data["runs"]]
+    tree = sample["tree"]
+    said = [(node["parent"], node["role"], node.get("call", {}).get("number")) for node in tree]
+    assert said[:4] == [(-1, "system", None), (0, "user", None), (1, "assistant", 0), (2, "user", None)]
+    assert said[4:7] == [(3, "assistant", 1), (4, "tool", None), (5, "assistant", 3)]
+    assert said[7:10] == [(3, "assistant", 2), (7, "user", None), (8, "assistant", 4)]
+    assert said[10:] == [(-1, "user", None), (10, "assistant", 5)]
+    plan, with_tool, judge = tree[2], tree[4], tree[11]
+    assert plan["text"] == "I add the two numbers: 37 and 48."
+    assert plan["tokens"]["lengths"] == [2, 4, 4, 4, 9, 3, 4, 3] and plan["tokens"]["sampler"][:3] == [0, -0.1, -0.2]
+    assert with_tool["text"] == "I ask the calculator. <tool_call>"  # what was sampled, not what was made of it
+    assert plan["call"] == {"number": 0, "is_trained": True, "reward": 0.625, "advantage": 0.125, "num_tokens": 8}
+    assert judge["call"]["is_trained"] is False and "call" not in tree[1]
+
+
+def test_replies_that_say_the_same_are_two_and_a_history_may_come_first():
+    """n=2 with equal texts; a row that tells of a reply, with space around it, before the row that has its call."""
+    question = {"role": "user", "content": "1+1"}
+    reply = {"role": "assistant", "content": "2"}
+    calls = [{"number": n, "messages": [question], "reply": reply} for n in (0, 1)]
+    told = [
+        question,
+        {"role": "assistant", "content": " 2\n"},
+        {"role": "user", "content": [{"text": "a"}, {"text": "b"}]},
+    ]
+    third = {"number": 2, "messages": told, "reply": reply | {"reasoning_content": "hm"}}
+    tree = report_samples.tree_of([[third], [calls[0]], [calls[1]]])
+    assert [(node["parent"], node.get("call", {}).get("number")) for node in tree] == [
+        (-1, None),
+        (0, 0),
+        (1, None),
+        (2, 2),
+        (0, 1),
+    ]
+    assert tree[2]["text"] == "a\nb" and tree[3]["text"] == "hm\n\n2"
+
+
+def test_calls_of_any_type_are_passed_over():
+    odd = [*ODD, *([{name: value}] for name in ("messages", "ids", "reply", "number", "tokens") for value in ODD)]
+    odd += [[{"messages": [message]}] for value in ODD for message in ({"role": value}, {"content": value})]
+    odd += [[{"messages": [], "reply": {"tool_calls": value}}] for value in (*ODD, [{}], [{"function": 3}])]
+    tree = report_samples.tree_of([*odd, *branching_rows()])
+    assert [node["text"] for node in tree if node["role"] == "system"] == [
+        branching_rows()[0][0]["messages"][0]["content"]
+    ]
+    for value in ODD:
+        assert report_samples.tree_of(value) == []
+
+
+@pytest.mark.slow
+def test_numbers_of_a_dump_reach_the_calls_of_an_agent(tmp_path):
+    """Two sequences, of which the second is a fork; the ids between two replies are not trained."""
+    rows = [[call_of(0, [], "a b", 0.5), call_of(2, [], "c", 0.5)], [call_of(1, [], "d e f", -0.5)]]
+    logged = {"step": 2, "kind": "train", "row_id": 7, "index": 1, "reply": "?", "rows": rows}
+    record = {"row_id": 7, "index": 1, "tokens": list("abxc"), "turns": [0, 2], "turn_tokens": [2, 1]}
+    fork = record | {"tokens": list("def"), "turns": [1], "turn_tokens": [3], "is_fork": True}
+    folder = tmp_path / "step_000002"
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(fork) + "\n")
+    mask_T = np.array([1, 1, 0, 1, 1, 1, 1], bool)
+    logp_T = np.where(mask_T, -np.arange(7), np.nan).astype(np.float32)
+    arrays = {"mask_T": mask_T, "logp_T": logp_T, "sampler_logp_T": logp_T - 0.5, "entropy_T": logp_T + 10}
+    arrays |= {"sample_S": np.array([0, 1]), "num_tokens_S": np.array([4, 3])}
+    save_file(arrays, folder / "rank_000.safetensors")
+    sample = report_samples.as_sample(logged)
+    assert report.read_dump(folder, [sample], [], 9) == []
+    assert sample["kind"] == "train, dumped"
+    found = {node["call"]["number"]: node["tokens"]["entropy"].tolist() for node in sample["tree"]}
+    assert found == {0: [10, 9], 2: [7], 1: [6, 5, 4]}
+    assert sample["tree"][0]["tokens"]["gap"].tolist() == [0.5, 0.5]
 
 
 def test_hostile_text_is_data(tmp_path, monkeypatch):
     folder = tmp_path / "a"
     make_hostile(folder)
     page = page_of(monkeypatch, folder)
-    template = Page((report.Path(report.__file__).with_suffix(".html")).read_text().replace("DATA", page.scripts[0]))
+    template = Page(report.page_template().replace("DATA", page.scripts[0]))
     assert page.tags == template.tags and page.script == template.script
     policy = dict(page.attributes)["content"]
     policies = [value for name, value in page.attributes if name == "content" and "default-src" in value]
