@@ -11,9 +11,9 @@ function start() {
   listenToInputs();
   listenToKeys();
   $('more').onclick = showMore;
-  for (const draw of [drawRuns, drawCurves, drawPhases, drawSamples]) draw();
   nav.hidden = false;
   document.querySelector('main').hidden = false;
+  for (const draw of [drawRuns, drawCurves, drawPhases, drawSamples]) draw();
   scrollTo(0, +get('scroll'));
   document.documentElement.dataset.drawn = Math.round(performance.now());
   if (data.live) setInterval(reload, data.live * 1000);
@@ -61,7 +61,8 @@ function listenToKeys() {
 }
 
 function reload() {
-  if (document.activeElement.matches('input, select') || `${getSelection()}`) return;  // somebody is at work
+  const isAtWork = document.activeElement.closest('input, select, #reader') || `${getSelection()}`;
+  if (isAtWork) return;
   set('scroll', Math.round(scrollY));
   location.reload();
 }

@@ -15,6 +15,7 @@ function prepareSamples() {
     return {
       ...s,
       run: run.name,
+      outcome: s.outcome || 'unknown',
       key: [r, s.step, s.line].join(':'),
       group: [r, s.step, s.kind, s.env_name, s.row_id].join(':'),
       searched: texts.join('\n').toLowerCase(),
@@ -55,7 +56,7 @@ function drawOutcomes(some) {
   const all = makeButton(`every outcome ${some.length}`, () => choose(get('outcome')),
     { class: 'chip', 'aria-pressed': !get('outcome') });
   const buttons = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 12).map(([outcome, count]) =>
-    makeButton(`${visible(outcome) || 'unknown'} ${count}`, () => choose(outcome),
+    makeButton(`${visible(outcome)} ${count}`, () => choose(outcome),
       { class: 'chip', value: outcome, 'aria-pressed': outcome === get('outcome'), style: dotStyle(outcome) }));
   $('outcomes').replaceChildren(all, ...buttons);
 }
@@ -95,11 +96,11 @@ const ending = text => text.length > 16 ? `…${text.slice(-15)}` : text;
 // The part of a reply that has the words of the search, or else its start.
 function excerpt(text) {
   const place = words() ? text.toLowerCase().indexOf(words()) : -1;
-  if (place < 60) return text.slice(0, 160);
-  return `… ${text.slice(place - 30, place + 130)}`;
+  if (place < 16) return text.slice(0, 160);
+  return `… ${text.slice(place - 8, place + 150)}`;
 }
 
-const badge = outcome => make('span', { class: 'badge', style: dotStyle(outcome) }, visible(outcome) || 'unknown');
+const badge = outcome => make('span', { class: 'badge', style: dotStyle(outcome) }, visible(outcome));
 
 function open(sample, focus = true) {
   set('open', sample && sample.key);
@@ -118,7 +119,12 @@ function openNeighbour(way) {
   if (!next) return;
   if (shown.indexOf(next) >= (+get('count') || PAGE_SIZE)) showMore();
   open(next, false);
-  $('list').querySelector('[aria-current]')?.scrollIntoView({ block: 'nearest' });
+}
+
+// Scrolls the list alone, and only if it must.
+function showInList(item) {
+  const list = $('list'), top = item.offsetTop - list.scrollTop;
+  if (top < 0 || top + item.offsetHeight > list.clientHeight) list.scrollTop = item.offsetTop - list.clientHeight / 3;
 }
 
 function showMore() {
@@ -135,6 +141,8 @@ function drawReader() {
   document.body.classList.toggle('reading', !!sample);
   markWords([$('list')]);
   if (!sample) return;
+  const current = $('list').querySelector('[aria-current]');
+  if (current) showInList(current);
   const group = samples.filter(s => s.group === sample.group).sort((a, b) => a.index - b.index);
   const views = [['reply', 'Reply', true], ['messages', 'Messages', sample.tree.length > 0],
     ['group', `Group of ${group.length}`, group.length > 1]].filter(([, , has]) => has);
@@ -153,7 +161,9 @@ function drawReader() {
     colours.length ? make('div', { class: 'bar' },
       choice('colour', [['none', 'plain'], ...colours.map(name => [name, name])], colour || 'none', 'colour tokens by '),
       colour ? legend(colour) : '') : make('p', { class: 'faint' }, whyPlain(sample)),
-    ...draw(sample, group, colour));
+    ...draw(sample, group, colour),
+    colours.length ? make('div', { id: 'numbers', class: 'faint', role: 'status' },
+      'Point at a token, touch it, or walk with ← and →, to read its numbers.') : '');
   markWords([$('list'), reader]);
 }
 
@@ -178,12 +188,11 @@ function heading(sample) {
     sample.unshaped_reward !== '' && sample.unshaped_reward !== sample.reward
       && ['before shaping', short(sample.unshaped_reward)],
     sample.rewards && ['of', visible(sample.rewards)],
-    sample.advantage !== '' && ['advantage', isNumber(sample.advantage) ? signed(sample.advantage)
-      : visible(sample.advantage)],
+    sample.advantage !== '' && ['advantage', signed(sample.advantage)],
     sample.expected !== '' && ['expected', short(sample.expected)],
-    ['sampled tokens', short(sample.num_gen_tokens)],
-    ['ended by', visible(sample.finish_reason || 'unknown')],
-    ['weights of step', short(sample.weight_version)],
+    sample.num_gen_tokens !== '' && ['sampled tokens', short(sample.num_gen_tokens)],
+    sample.finish_reason && ['ended by', visible(sample.finish_reason)],
+    sample.weight_version !== '' && ['weights of step', short(sample.weight_version)],
     ['row', `${visible(sample.row_id)}, sample ${visible(sample.index)}`],
     sample.message && ['message', visible(sample.message)]].filter(Boolean);
   const where = [data.runs.length > 1 && sample.run, `step ${sample.step}`, sample.kind, sample.env_name];
@@ -224,10 +233,9 @@ const lastReply = sample => sample.tree.filter(node => node.call).at(-1)?.text |
 function bar(value, most) {
   if (!isNumber(value)) return '';
   const share = Math.abs(value) / most * 50;
-  const place = value < 0 ? `right: 50%` : `left: 50%`;
-  return make('span', { class: 'signed-bar', title: `advantage ${signed(value)}` },
-    make('span', { style: `${place}; width: ${share}%; background: var(${value < 0 ? '--below' : '--above'})` }),
-    make('b', {}, signed(value)));
+  const place = value < 0 ? 'right: 50%' : 'left: 50%';
+  return make('span', { class: 'signed-bar' }, make('span', {}, signed(value)), make('span', { class: 'track' },
+    make('span', { style: `${place}; width: ${share}%; background: var(${value < 0 ? '--below' : '--above'})` })));
 }
 
 // --------------------------------------------------------------------------------------------- an agent's messages
@@ -250,7 +258,8 @@ function drawMessages(sample, group, colour) {
       ...thread(first, depth));
   });
   const parts = roots.length === 1 ? thread(roots[0], 0) : branches(roots, 0);
-  return [titled('Calls', smallTree(sample, children, roots)), titled('Messages', ...parts)];
+  const about = 'Discs: replies of the policy, numbered as they were asked, in the colour of their advantage.';
+  return [titled('Calls', make('p', { class: 'faint' }, about), smallTree(sample, children, roots)), titled('Messages', ...parts)];
 }
 
 function message(node, i, colour) {
@@ -334,10 +343,11 @@ function markWords(boxes) {
     const walker = document.createTreeWalker(box, NodeFilter.SHOW_TEXT);
     while (walker.nextNode()) {
       const text = walker.currentNode.data.toLowerCase();
+      if (text.length !== walker.currentNode.length) continue;  // a letter became two: places differ
       for (let at = text.indexOf(wanted); at >= 0 && ranges.length < 2000; at = text.indexOf(wanted, at + 1)) {
         const range = new Range();
         range.setStart(walker.currentNode, at);
-        range.setEnd(walker.currentNode, Math.min(at + wanted.length, walker.currentNode.length));
+        range.setEnd(walker.currentNode, at + wanted.length);
         ranges.push(range);
       }
     }

@@ -5,7 +5,7 @@
 const COLOURS = {
   advantage: {
     signed: true,
-    about: 'blue: this step made the token likelier; orange: less likely',
+    about: 'blue: the step pushes the token\u2019s probability up; orange: down',
     of: (tokens, i) => tokens.advantage ? tokens.advantage[i] : tokens.sharedAdvantage,
     has: () => true,
   },
@@ -30,7 +30,7 @@ const COLOURS = {
     about: 'p of the trainer / p of the sampler, before the step trained; the scale is its logarithm',
     of: (tokens, i) => tokens.gap[i],
     has: tokens => tokens.gap,
-    shown: value => short(Math.exp(value)),
+    shown: value => `${+Math.exp(value).toPrecision(6)}`,
   },
 };
 
@@ -87,12 +87,10 @@ function tokenSpans(text, tokens, name) {
   return [...spans, visible(text.slice(end))];
 }
 
-// A reply whose tokens can be walked through: by pointing, by a tap, and with the arrow keys.
+// A reply whose tokens can be walked through, by pointing, by touch, and with the arrow keys: the line at the bottom of
+// the reader has the numbers of one.
 function tokenText(text, tokens, name) {
   if (!tokens.lengths) return make('pre', {}, visible(text));
-  const numbers = make('div', { class: 'numbers faint', role: 'status' });
-  const rest = 'point at a token, or use ← and →, to read its numbers';
-  numbers.textContent = rest;
   const pre = make('pre', { class: 'tokens', tabindex: 0, 'aria-label': 'reply, token by token' },
     ...tokenSpans(text, tokens, name));
   let current = null;
@@ -105,7 +103,7 @@ function tokenText(text, tokens, name) {
       const value = valueOf(each, tokens, i);
       return value === null ? '' : `${each} ${shownValue(each, value)}`;
     });
-    numbers.replaceChildren(`token ${i + 1} of ${tokens.lengths.length} `, make('code', {}, line(span.textContent)), ' ',
+    $('numbers').replaceChildren(`token ${i + 1} of ${tokens.lengths.length} `, make('code', {}, line(span.textContent)), ' ',
       facts.filter(Boolean).join(' · ') || 'not sampled, or not trained');
   };
   const spanAt = event => event.target.closest('[data-i]');
@@ -119,7 +117,7 @@ function tokenText(text, tokens, name) {
     show(next);
     next.scrollIntoView({ block: 'nearest' });
   };
-  return make('div', {}, pre, numbers);
+  return pre;
 }
 
 const line = text => visible(text.replaceAll('\n', ' ⏎ '));

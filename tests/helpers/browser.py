@@ -18,7 +18,7 @@ WHY_NOT = "needs chromium and chromedriver (on Debian: apt-get install chromium 
 
 
 class Browser:
-    """A session. What the page writes to its console, and each request beyond the first file, is in `messages`."""
+    """A session. `messages` has what the page writes to its console, such as a request that its policy refuses."""
 
     def __init__(self, port: int):
         self.url = f"http://127.0.0.1:{port}"
