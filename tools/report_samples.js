@@ -91,7 +91,11 @@ function item(sample) {
   return button;
 }
 
-const ending = text => text.length > 16 ? `…${text.slice(-15)}` : text;
+// The last words of a prompt, without the markup of a chat that follows them.
+function ending(prompt) {
+  const text = prompt.replace(/(<\|[^<>]*\|>|<\w+>|assistant|model|\s)+$/, '');
+  return text.length > 16 ? `…${text.slice(-15)}` : text;
+}
 
 // The part of a reply that has the words of the search, or else its start.
 function excerpt(text) {
@@ -155,7 +159,7 @@ function drawReader() {
     make('div', { class: 'bar reader-bar' },
       makeButton('‹', () => openNeighbour(-1), { 'aria-label': 'previous sample', title: 'previous (k)' }),
       makeButton('›', () => openNeighbour(1), { 'aria-label': 'next sample', title: 'next (j)' }),
-      choice('view', views, view),
+      views.length > 1 ? choice('view', views, view) : '',
       makeButton('×', () => open(null), { class: 'close', 'aria-label': 'close', title: 'close (Esc)' })),
     heading(sample),
     colours.length ? make('div', { class: 'bar' },

@@ -23,7 +23,7 @@ from support.inputs.files import open_file, read_records
 T = TypeVar("T")
 # What the page knows of the tokens of a reply: "lengths", by which it cuts the text, and some of COLUMNS.
 Tokens = dict[str, np.ndarray]
-MAX_GROUP = 8  # samples of a group that are kept together, where not all samples have room
+MIN_FIRST = 8  # samples of a step and kind that are kept before others, so that groups stand whole
 DUMPED = "train, dumped"  # kind of a sample that has the numbers of a dump
 COLUMNS = ("sampler", "advantage", "gap", "entropy")  # sampler: its log-probability; gap: the trainer's minus that
 FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward
@@ -93,7 +93,8 @@ def read_samples(
     have_room = total <= limit
     chosen = list(groups)
     if not have_room:
-        chosen = evenly(chosen, max(1, limit // (MAX_GROUP + 3)))
+        chosen = evenly(chosen, max(1, limit // (MIN_FIRST + 3)))
+    num_first = limit // max(1, len(chosen)) - 3
     kept: dict[tuple[int, str], list[dict]] = {group: [] for group in chosen}
     for line, record in enumerate(lines([])):
         group = record["step"], str(record.get("kind"))
@@ -101,17 +102,17 @@ def read_samples(
             continue
         kept[group].append(as_sample(record) | {"line": line})
         if not have_room:
-            kept[group] = most_telling(kept[group])
+            kept[group] = most_telling(kept[group], num_first)
     samples = list(chain.from_iterable(kept.values()))[:limit]
     return samples, f"{len(samples):,} of {total:,} samples"
 
 
-def most_telling(samples: list[dict]) -> list[dict]:
-    """The first samples of the first group, the last sample, and the first of those with the lowest and the highest
-    reward; each once, in order."""
+def most_telling(samples: list[dict], num_first: int) -> list[dict]:
+    """The first samples, the last one, and the first of those with the lowest and the highest reward; each once, in
+    order."""
     rewards = [number_or_0(sample["reward"]) for sample in samples]
-    of_first_group = [place for place, sample in enumerate(samples) if sample["row_id"] == samples[0]["row_id"]]
-    places = {*of_first_group[:MAX_GROUP], len(samples) - 1, rewards.index(min(rewards)), rewards.index(max(rewards))}
+    places = {*range(min(num_first, len(samples))), len(samples) - 1}
+    places |= {rewards.index(min(rewards)), rewards.index(max(rewards))}
     return [samples[place] for place in sorted(places)]
 
 
