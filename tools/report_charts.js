@@ -161,7 +161,7 @@ function drawRuns() {
     return make('div', { class: data.runs.length > 1 ? 'card' : 'card wide' },
       make('b', { style: `color: ${colour(r)}` }, visible(run.name)),
       ` step ${run.steps.at(-1) ?? 0} · ${visible(run.ending)}`, make('div', { class: 'faint' }, about),
-      make('div', { class: 'flow' }, ...facts),
+      make('div', { class: 'flow facts' }, ...facts),
       health ? make('div', { class: 'faint' }, 'health: nothing wrong seen') : '', ...notes);
   }));
 }

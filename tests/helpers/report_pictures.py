@@ -19,14 +19,15 @@ from tools import report
 # width, height, theme, whether it is a phone, pixels for each of the page's
 FORMS = {"light": (1280, 860, "light", False, 1), "dark": (1280, 860, "dark", False, 1)}
 FORMS["phone"] = (390, 844, "light", True, 2)
-DUMPED = "samples.findLast(s => s.kind === 'train, dumped' && s.outcome === 'wrong').key"
+MIXED = "new Set(samples.filter(o => o.group === s.group).map(o => o.outcome)).size > 1"
+DUMPED = f"samples.find(s => s.kind === 'train, dumped' && s.index === 0 && {MIXED}).key"
 BRANCHED = "samples.findLast(s => s.tree.filter(node => node.call).length > 3 && s.tokens).key"
 # view -> (number of the run, the sample that is open, the rest of the address)
 VIEWS = {
     "top": (0, "", ""),
     "list": (0, "", "outcome=wrong"),
     "reply": (0, DUMPED, "colour=entropy"),
-    "group": (0, DUMPED, "view=group&colour=advantage"),
+    "group": (0, DUMPED, "view=group&colour=advantage&step_max=41"),
     "messages": (1, BRANCHED, "colour=surprise"),
 }
 
