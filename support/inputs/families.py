@@ -60,6 +60,14 @@ class Experts:
         prefix = f"{block}.{self.module}.experts.{number}"
         return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
 
+    def sizes(self, hf: dict) -> list[str]:
+        """The fields of config.json with its sizes. Of the number of experts the one that is there, or the usual."""
+        num_experts = [field for field in NUM_EXPERTS if field in hf] or NUM_EXPERTS
+        fields = [num_experts[0], "num_experts_per_tok", self.inner]
+        if self.shared_size is not None:
+            fields.append(self.shared_size)
+        return fields
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
@@ -255,7 +263,9 @@ REFUSED = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "kimi_linear", "minimax_m1"), STATE),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2"), STATE),
     **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "rwkv"), STATE),
-    **dict.fromkeys(("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention"),
+    **dict.fromkeys(
+        ("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention: use a Llama 3"
+    ),
     "llama4": "chunked attention is not supported: use a Llama 3",
     "llama4_text": "chunked attention is not supported: use a Llama 3",
     "gemma2": "it caps the logits, and the output layer's kernels have no cap: use a Gemma 3",
@@ -272,10 +282,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ABSENT = {
     "quantization_config": "use a checkpoint that is not quantized",
     "compression_config": "use a checkpoint that is not compressed",
-    "vision_config": "only text models are supported",
+    "vision_config": "only text models are supported: use a checkpoint without the vision part",
     "final_logit_softcapping": "the output layer's kernels have no cap: use a Gemma 3",
     "attn_logit_softcapping": "the attention over packs has no cap: use a Gemma 3",
-    "use_bidirectional_attention": "only causal attention is supported",
+    "use_bidirectional_attention": "only causal attention is supported: use a model that generates text",
 }
 
 

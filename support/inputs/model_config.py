@@ -305,12 +305,17 @@ class BlocksConfig(ModelConfig):
     def read(cls, hf: dict, source: str) -> "BlocksConfig":
         """Of a config.json, as `ModelConfig.from_hf`."""
         check_family(hf, source)
-        _check_numbers(hf, (*INTEGERS, "num_key_value_heads"), source)
         family = FAMILIES[hf["model_type"]]
+        needed = [*INTEGERS, "num_key_value_heads"]
+        if family.experts is not None:
+            needed += family.experts.sizes(hf)
+        _check_numbers(hf, needed, source)
+        _check_layers(hf, family, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
         if head_dim > MAX_HEAD_DIM:
-            raise ConfigError(f"{source}: head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}")
+            problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
+            raise ConfigError(f"{source}: {problem}: use a model with smaller heads")
         return cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
@@ -347,7 +352,7 @@ def _check_value(field: str, supported: Sequence[object], hf: dict, source: str)
 
 def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
     """ConfigError for a number that is missing, of another type, or not above 0."""
-    for field in (*INTEGERS, *MORE_INTEGERS, *NUMBERS):
+    for field in dict.fromkeys((*INTEGERS, *MORE_INTEGERS, *NUMBERS, *needed)):
         value = hf.get(field)
         if value is None and field not in needed:
             continue
@@ -359,6 +364,24 @@ def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
             expected = "int"
         if not is_right:
             raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
+
+
+def _check_layers(hf: dict, family: Family, source: str) -> None:
+    """ConfigError for experts or windows that no layer can have."""
+    if family.experts is not None:
+        num_experts, per_token, *_ = family.experts.sizes(hf)
+        if hf[per_token] > hf[num_experts]:
+            problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
+            raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
+    types = hf.get("layer_types")
+    num_layers = hf["num_hidden_layers"]
+    if types and len(types) != num_layers:
+        raise ConfigError(f"{source}: layer_types names {len(types)} layers: expected num_hidden_layers={num_layers}")
+    if family.windows is not None and hf.get(*family.windows.switch):
+        size = hf.get("sliding_window")
+        is_size = isinstance(size, int) and size > 0
+        if size is not None and not is_size:
+            raise ConfigError(f"{source}: sliding_window={size!r:.80}: expected int above 0, or null")
 
 
 def _rope_of(hf: dict, source: str) -> dict:

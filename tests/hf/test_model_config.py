@@ -10,6 +10,7 @@ from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
 from config import ConfigError, HFConfigOverrides
+from support.inputs import families
 from support.inputs.model_config import ModelConfig, check_weights, read_model_config, weight_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,8 @@ def test_unsupported_configs_name_the_field(change, message):
 
 
 OTHER_FAMILY = {**QWEN2, "model_type": "mistral", "num_key_value_heads": 2}
+SOME_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+EXPERTS = {"model_type": "qwen3_moe", **SOME_EXPERTS}
 REFUSED = [
     (dict(model_type="lfm2"), "model_type='lfm2': a layer carries state across sequences"),
     (dict(model_type="qwen3_5_text"), "model_type='qwen3_5_text': a layer carries state across sequences"),
@@ -182,6 +185,16 @@ REFUSED = [
     (dict(head_dim=512), "head_dim=512: attention over packs takes up to 256"),
     (dict(architectures=["MixtralForCausalLM"]), "expected MistralForCausalLM with model_type='mistral'"),
     (dict(num_key_value_heads=None), "num_key_value_heads=None: expected int above 0"),
+    (dict(layer_types=["full_attention"]), "layer_types names 1 layers: expected num_hidden_layers=2"),
+    (dict(sliding_window=0), "sliding_window=0: expected int above 0, or null"),
+    (dict(sliding_window="4k"), "sliding_window='4k': expected int above 0, or null"),
+    (dict(model_type="qwen3_moe"), "num_experts=None: expected int above 0"),
+    (dict(model_type="glm4_moe"), "num_experts=None: expected int above 0"),
+    (dict(EXPERTS, num_experts_per_tok=None), "num_experts_per_tok=None: expected int above 0"),
+    (dict(EXPERTS, moe_intermediate_size="96"), "moe_intermediate_size='96': expected int above 0"),
+    (dict(EXPERTS, num_experts_per_tok=9), "num_experts_per_tok=9 is more than num_experts=8: use 8 or less"),
+    (dict(EXPERTS, model_type="qwen2_moe"), "shared_expert_intermediate_size=None: expected int above 0"),
+    (dict(model_type="olmoe", **SOME_EXPERTS, norm_topk_prob=True), "set it to false"),
 ]
 
 
@@ -191,6 +204,14 @@ def test_other_families_are_refused_by_their_model_type_first(change, message):
     with pytest.raises(ConfigError) as error:
         ModelConfig.from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
     assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize("field", [*families.REFUSED, *families.ABSENT])
+def test_each_refusal_names_a_way_out(field):
+    """As --check does, which loads no torch (tests/test_layout.py)."""
+    change = {field: 1.0} if field in families.ABSENT else {"model_type": field}
+    with pytest.raises(ConfigError, match=r"^folder/config\.json: .*: use (an?|one) \w+"):
+        ModelConfig.from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
 
 
 def test_what_changes_nothing_is_taken():
