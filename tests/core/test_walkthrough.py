@@ -12,6 +12,7 @@ import torch
 from run_page import executed
 from small_run import ROOT
 
+from bench import timeline
 from support.system import ranks as system_ranks
 
 pytestmark = pytest.mark.house
@@ -34,7 +35,7 @@ def in_the_repository(one_rank, monkeypatch):
 def test_what_the_page_prints(in_the_repository):
     names = {}
     now = executed(PAGE, names)
-    assert PAGE.count("```pycon") >= 15
+    assert PAGE.count("```pycon") >= 12
     assert now == PAGE, "python tests/helpers/run_page.py docs/walkthrough.md writes what its lines print now"
     # The step on the page is the one that the real engine was recorded in.
     recorded, samples = names["recorded"], names["samples"].trained
@@ -89,3 +90,17 @@ def test_the_recording_is_what_the_program_does(tmp_path):
         assert after.pop("sampler_logps") == pytest.approx(before.pop("sampler_logps"), abs=1e-5)
         assert after == before
     assert new["metrics"] == pytest.approx(old["metrics"], abs=1e-5)
+
+
+def test_the_timeline_is_that_of_its_recording(tmp_path):
+    """And of the memory plan of today. Both ranks came to the same collectives; none ended before both were there."""
+    timeline.write_pictures(tmp_path)
+    for name in ("timeline_light.svg", "timeline_dark.svg"):
+        drawn = (tmp_path / name).read_text()
+        assert drawn == (ROOT / "docs" / "images" / name).read_text(), "python bench/timeline.py draw"
+    of_ranks = [rank["collectives"] for rank in json.loads(timeline.RECORDING.read_text())["ranks"]]
+    for one, other in zip(*of_ranks, strict=True):
+        assert [one[key] for key in ("name", "place", "unit", "bytes")] == [
+            other[key] for key in ("name", "place", "unit", "bytes")
+        ]
+        assert min(one["end"], other["end"]) > max(one["begin"], other["begin"])
