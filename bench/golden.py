@@ -230,8 +230,9 @@ def run(words: list[str], recording: Path | None, out: Path, rank: int) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_gradients(out, rank, recording))
         patched = recorder(engine.Engine, out, rank, recording)
-        for module in [each for each in sys.modules.values() if vars(each).get("Engine") is engine.Engine]:
-            stack.enter_context(mock.patch.object(module, "Engine", patched))
+        for module in list(sys.modules.values()):
+            if vars(module).get("Engine") is engine.Engine:
+                stack.enter_context(mock.patch.object(module, "Engine", patched))
         if recording:
             stack.enter_context(mock.patch.object(engine, "LLM", replayer(recording)))
         words = [words[0], *QUIET, *words[1:], f"logger.log_dir={out / 'logs'}"]

@@ -479,7 +479,7 @@ def _fraction(text: str) -> str:
 
 
 def _same_numbers(gold: Number, answer: Number) -> bool:
-    percents = [each.value * (100 if each.is_percent else 1) for each in (gold, answer)]
+    percents = [number.value * (100 if number.is_percent else 1) for number in (gold, answer)]
     is_forgiven = gold.is_percent or (answer.is_percent and gold.value.denominator == 1)
     return gold.value == answer.value or (is_forgiven and percents[0] == percents[1])
 

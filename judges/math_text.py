@@ -77,7 +77,7 @@ h hr hrs hour|day|week|month|yr yrs year|kg kgs kilogram|g gram|lb lbs pound £ 
 kWh|Hz hertz|Pa pascal|kPa|volt|ohm|ampere amp|$ USD dollar buck|¢ cent|€ EUR euro|¥ yen|₹ Rs rupee|am|pm
 degrees degree|degreesC|degreesF|rad radian"""
 _SPEEDS = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmh": ("km", "h"), "kmph": ("km", "h")}
-_UNITS = {name: each.split()[0] for each in re.split(r"[|\n]", _NAMES) for name in each.split()}
+_UNITS = {name: names.split()[0] for names in re.split(r"[|\n]", _NAMES) for name in names.split()}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _NO_NOUN = re.compile(  # words that qualify a number, or stand for several: 5 pairs are 10
     r"(?i)(?:or|and|but|if|is|mod|modulo|plus|minus|times|over|choose|divided|by|than|least|most|more|less|about|to|maybe|"
@@ -251,7 +251,10 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
         before = name
     if power != 1 or not 0 < len(tokens) <= 5:
         return None
-    return tuple(sorted((name, each) for name, each in unit.items() if each)) or (("", 1),), is_plain and has_noun
+    factors = sorted((name, exponent) for name, exponent in unit.items() if exponent)
+    if not factors:  # all cancel
+        factors = [("", 1)]
+    return tuple(factors), is_plain and has_noun
 
 
 def as_interval(text: str) -> str:

@@ -222,7 +222,7 @@ class GraderPool:
                 worker.kill()
                 self.workers[place] = self._start_worker()
                 continue
-            if not self.may_start([each.work for each in self.workers if each.job is not None]):
+            if not self.may_start([worker.work for worker in self.workers if worker.job is not None]):
                 return
             number, job = self.waiting.popleft()
             payload = json.dumps(job).encode()

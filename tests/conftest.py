@@ -99,11 +99,11 @@ def launches(function) -> bool:
     """Whether the function or a function of the tests that it calls, at any depth, starts a process."""
     todo, seen = [inspect.unwrap(function)], set()
     while todo:
-        each = todo.pop()
-        if LAUNCHES.search(source_of(each)):
+        current = todo.pop()
+        if LAUNCHES.search(source_of(current)):
             return True
-        seen.add(each)
-        named = [each.__globals__.get(name) for name in each.__code__.co_names]
+        seen.add(current)
+        named = [current.__globals__.get(name) for name in current.__code__.co_names]
         called = {inspect.unwrap(value) for value in named if inspect.isfunction(value)} - seen
         todo += [value for value in called if inspect.getsourcefile(value).startswith(f"{ROOT}/tests/")]
     return False

@@ -23,10 +23,10 @@ NO_PRODUCT = ("tests", "bench", "examples", "tools", "docs")
 
 def place_of(root: Path, file: str, find: str) -> Path:
     """The file with the text: the one of this name, else whichever one has it."""
-    files = sorted(each for kind in ("*.py", "support/*/*.yaml") for each in root.rglob(kind))
-    files = [each for each in files if not {*NO_PRODUCT} & {*each.relative_to(root).parts}]
-    holders = [each for each in files if find in each.read_text()]
-    holders = [each for each in holders if each.name == Path(file).name] or holders
+    files = sorted(file for kind in ("*.py", "support/*/*.yaml") for file in root.rglob(kind))
+    files = [file for file in files if not {*NO_PRODUCT} & {*file.relative_to(root).parts}]
+    holders = [file for file in files if find in file.read_text()]
+    holders = [holder for holder in holders if holder.name == Path(file).name] or holders
     assert len(holders) == 1 and holders[0].read_text().count(find) == 1, (file, find, holders)
     return holders[0]
 
@@ -34,10 +34,10 @@ def place_of(root: Path, file: str, find: str) -> Path:
 def run_tests(root: Path, names: list[str], known: str, select: str) -> str:
     """The first test that fails, "survived", or what else happened. known: the test that is tried first, if it is still
     there."""
-    files = [each for name in names for each in sorted(root.rglob(name))]
+    files = [file for name in names for file in sorted(root.rglob(name))]
     assert files, names
     function = known.partition("::")[2].partition("[")[0]
-    first = [[f"{each}::{function}"] for each in files if function and f"def {function}(" in each.read_text()]
+    first = [[f"{file}::{function}"] for file in files if function and f"def {function}(" in file.read_text()]
     env = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"HF_HUB_OFFLINE": "1", "GRPO_DEVICE": "cpu"}
     command = ["timeout", str(SECONDS), sys.executable, "-m", "pytest", "-vx", "-p", "no:cacheprovider", "-m", select]

@@ -91,7 +91,7 @@ def _flat(tree: Mapping[str, Any], prefix: str, table: Mapping[str, Any]) -> Val
         if key.startswith("_"):
             continue
         is_value = name in table["keys"] or not isinstance(value, dict)
-        if not value and value in (None, {}) and any(each.startswith(f"{name}.") for each in known):
+        if not value and value in (None, {}) and any(key.startswith(f"{name}.") for key in known):
             continue  # a section without keys
         if is_value or not value:
             values[name] = value

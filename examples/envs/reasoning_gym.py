@@ -20,7 +20,9 @@ from support.graders.environments import PoolEnvironment
 def rows(cfg):
     problems = {}  # without repetition
     for node in (node for node in ast.walk(ast.parse(cfg.subset or "")) if isinstance(node, ast.Call)):
-        arguments = {"size": 1000, "seed": 42} | {each.arg: ast.literal_eval(each.value) for each in node.keywords}
+        arguments = {"size": 1000, "seed": 42}
+        for keyword in node.keywords:
+            arguments[keyword.arg] = ast.literal_eval(keyword.value)
         for entry in create_dataset(node.func.id, str(arguments)):
             row = {"problem": entry["question"], "answer": str(entry["answer"])}
             problems[entry["question"]] = row | {"task": node.func.id, "entry": entry}

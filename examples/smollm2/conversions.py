@@ -105,8 +105,10 @@ def draw_both_sets() -> tuple[list[Problem], list[Problem]]:
 def draw(kinds: tuple[Kind, ...], large: range, small: range, *, seed: int) -> list[Problem]:
     """300 problems, as many of one kind as of another."""
     generator = random.Random(seed)
-    each = NUM_HELD_OUT // len(kinds)
-    problems = [problem for kind in kinds for problem in different_problems(kind, large, small, each, generator)]
+    num_per_kind = NUM_HELD_OUT // len(kinds)
+    problems = [
+        problem for kind in kinds for problem in different_problems(kind, large, small, num_per_kind, generator)
+    ]
     generator.shuffle(problems)
     return problems
 

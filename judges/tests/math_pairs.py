@@ -155,7 +155,7 @@ def lists(rng):
     values = [Fraction(v) for v in rng.sample(range(-40, 90), rng.randint(2, 5))]
     values[0] = values[0] + Fraction(1, rng.choice([2, 3, 4, 7]))
     mixed = rng.sample(values, len(values))
-    one, other = ([element(rng, value) for value in each] for each in (values, mixed))
+    one, other = ([element(rng, value) for value in values_of_side] for values_of_side in (values, mixed))
     same = [element(rng, value) for value in values]
     braces = r"\{{{}\}}".format
     yield "set", braces(", ".join(one)), rng.choice([braces(",".join(other)), ", ".join(other)]), True
@@ -215,7 +215,7 @@ def words(rng):
 
 
 def units(rng):
-    row = rng.choice([each.split() for each in UNITS.split("|")])
+    row = rng.choice([units.split() for units in UNITS.split("|")])
     one, other = rng.sample(row, 2)
     value = Fraction(rng.randint(2, 900))
     spaced = rng.choice(["{} {}", r"{} \text{{ {}}}", r"{}\ \mathrm{{{}}}", "{}  {}"]).format
@@ -244,7 +244,10 @@ def names(rng):
     values = rng.sample(range(-20, 60), len(letters))
     pairs = list(zip(letters, values, strict=True))
     mixed = rng.sample(pairs, len(pairs))
-    write = lambda each: rng.choice([", ", ",", " and "]).join(f"{n}{rng.choice(['=', ' = '])}{v}" for n, v in each)  # noqa: E731
+
+    def write(named_values):
+        return rng.choice([", ", ",", " and "]).join(f"{n}{rng.choice(['=', ' = '])}{v}" for n, v in named_values)
+
     bare = ", ".join(map(str, values))
     gold = write(pairs)
     yield "name", gold, rng.choice([write(mixed), write(pairs), bare]), True

@@ -430,7 +430,7 @@ WRONG_FORMS = [
 def check_all(pool, cases, outcome, every):
     chosen = cases[::every]
     found = outcomes(pool, [job(reply, row) for row, reply in chosen])
-    return [case for case, each in zip(chosen, found, strict=True) if each != outcome]
+    return [case for case, graded in zip(chosen, found, strict=True) if graded != outcome]
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])

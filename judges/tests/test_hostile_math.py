@@ -241,7 +241,7 @@ def cases(text):
             *golds, answer = pair.split(" <- ")
             gold = golds[0] if golds else gold
             yield tuple(
-                re.sub(r"\\u([0-9a-f]{4})", lambda m: chr(int(m[1], 16)), each.strip()) for each in (gold, answer)
+                re.sub(r"\\u([0-9a-f]{4})", lambda m: chr(int(m[1], 16)), text.strip()) for text in (gold, answer)
             )
 
 
@@ -263,14 +263,16 @@ def test_forms_that_are_equal_where_both_are_real(step):
 
 
 def product(golds, answers):
-    return [(gold, each) for gold in re.split(r" \| |\n", golds) for each in re.split(r" \| |\n", answers)]
+    return [(gold, answer) for gold in re.split(r" \| |\n", golds) for answer in re.split(r" \| |\n", answers)]
 
 
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_says_nothing_is_no_answer(is_whole):
     """0 = 0 was right for every equation, 0 > 0 for every inequality, 0 < 1 for the empty set."""
     made = product(GOLDS, SAYS_NOTHING)
-    relations = [(gold, each) for gold, each in made if each in ("0=0", "x=x", "k=k", "0>0", "0\\le 0", "0 \\ne 1")]
+    relations = [
+        (gold, answer) for gold, answer in made if answer in ("0=0", "x=x", "k=k", "0>0", "0\\le 0", "0 \\ne 1")
+    ]
     some = random.Random(1).sample(made, 150) + random.Random(2).sample(relations, 60)
     assert [pair for pair in (made if is_whole else some) if equal(*pair)] == []
 

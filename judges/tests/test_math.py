@@ -26,7 +26,7 @@ def pool():
 
 
 def outcomes(pool, jobs):
-    return [each.value["outcome"] if each.outcome == "ok" else each.outcome for each in pool.grade(jobs)]
+    return [graded.value["outcome"] if graded.outcome == "ok" else graded.outcome for graded in pool.grade(jobs)]
 
 
 def test_corpus(pool):

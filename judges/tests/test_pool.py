@@ -17,6 +17,8 @@ from judges import sandbox
 from judges.pool import GraderPool, WorkerError
 from judges.worker import ENDING
 
+MAX_SECONDS = 240  # the longest test here takes a quarter of it on a quiet machine
+
 
 def make_pool(deadline_s=60, num_workers=2):
     return GraderPool("grader_targets:run", num_workers=num_workers, deadline_s=deadline_s, memory_mib=1024)
@@ -35,6 +37,20 @@ def strict():
     pool = make_pool(0.3)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def has_an_end():
+    """Fails a test that hangs: the pool's own deadline may be what is broken."""
+
+    def fail(signum, frame):
+        pytest.fail(f"the test has no end: {MAX_SECONDS} s")  # no OSError, which the pool takes for its worker's
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(MAX_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def gone(pid, seconds=10):

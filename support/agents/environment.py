@@ -70,7 +70,7 @@ class Agent(PoolEnvironment):
 
     def job(self, turn: Turn) -> dict:
         given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
-        command = [os.path.abspath(each) if os.path.exists(each) else each for each in self.cfg.command or ()]
+        command = [os.path.abspath(word) if os.path.exists(word) else word for word in self.cfg.command or ()]
         program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
         job = given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
         if self.cfg.address:

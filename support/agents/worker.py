@@ -46,7 +46,14 @@ def run(job: dict) -> Json:
         found = asyncio.run(found) if inspect.iscoroutine(found) else found
     except SystemExit as error:
         raise RuntimeError(f"the agent exited with {error.code}") from error
-    return json.loads(json.dumps(found, default=lambda each: float(each) if hasattr(each, "__float__") else str(each)))
+    return json.loads(json.dumps(found, default=_plain))
+
+
+def _plain(value: object) -> float | str:
+    """What JSON takes in place of a value that it does not know, such as a number of numpy."""
+    if hasattr(value, "__float__"):
+        return float(value)
+    return str(value)
 
 
 @cache

@@ -188,16 +188,16 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     folder = checkpoint_folder(cfg.checkpointing, run)
     metas = {path: read_meta(path) for path in candidates(folder, cfg.checkpointing)}
     newest, meta = next(iter(metas.items()), (folder, "the folder is empty or missing"))
-    if all(isinstance(each, str) for each in metas.values()):
+    if all(isinstance(meta, str) for meta in metas.values()):
         problem = f"no complete checkpoint in {folder} ({meta})"
         raise ConfigError(f"checkpointing.resume_from={run}: {problem}; unset the key to start anew")
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
     before = reader.load(run / "config.yaml")
     changed = {}
-    has_lora = any(each.policy.dtensor_cfg.lora_cfg.enabled for each in (before, cfg))
+    has_lora = any(config.policy.dtensor_cfg.lora_cfg.enabled for config in (before, cfg))
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
-        old, new = (operator.attrgetter(key)(each) for each in (before, cfg))
+        old, new = (operator.attrgetter(key)(config) for config in (before, cfg))
         is_same = Path(old) == Path(new) if key == "policy.model_name" else old == new  # "model" is "./model/"
         if not is_same and (has_lora or not key.startswith(LORA)):
             changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"

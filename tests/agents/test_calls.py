@@ -432,7 +432,7 @@ def test_vllms_parsers_by_name(name, tiny, tmp_path, capfd):
     num_calls = []
     for text in texts:
         want = get_parser(name)(theirs, request.tools).extract_tool_calls(text, request)
-        calls = [{"name": each.function.name, "arguments": each.function.arguments} for each in want.tool_calls]
+        calls = [{"name": call.function.name, "arguments": call.function.arguments} for call in want.tool_calls]
         assert parse(text, tools) == Parsed(None, want.content, calls)
         assert parse(text, None) == Parsed(None, text, [])
         num_calls.append(len(calls))

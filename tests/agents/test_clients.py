@@ -80,7 +80,7 @@ def openenv_url():
 def client_of(name, tmp_path, request):
     """The agent, and its arguments."""
     needed = {"openai": set(), "verifiers": {"verifiers", "openenv"}}.get(name, {PLACES.get(name, name)})
-    if absent := [f"{each} ({PACKAGES[each]})" for each in needed if not (FOLDER / each).is_dir()]:
+    if absent := [f"{name} ({PACKAGES[name]})" for name in needed if not (FOLDER / name).is_dir()]:
         pytest.skip(f"GRPO_CLIENTS={FOLDER} has no environment {', '.join(absent)}")
     if name in ("openenv", "verifiers"):
         [config] = EXAMPLES.glob(f"{name}_*.yaml")

@@ -342,10 +342,10 @@ def vllms_stop(tokenizer, prompt_ids, ids, stops, stop_ids):
 def test_stop_strings_cut_the_text_as_vllms_and_the_ids_after_them(case, endpoint, num_replies):
     key, url = endpoint.open((6,), OPTIONS, -1, 1000)
     messages = [[{"role": "user", "content": f"{i}"}] for i in range(num_replies)]
-    bodies = [{"messages": each, "return_token_ids": True} for each in messages]
+    bodies = [{"messages": talk, "return_token_ids": True} for talk in messages]
     plain = serve(endpoint, [lambda body=body: post(url, body, timeout=120).json() for body in bodies])
     endpoint.close(key)
-    texts = [each["choices"][0]["message"]["content"] for each in plain]
+    texts = [body["choices"][0]["message"]["content"] for body in plain]
     stops = [char for char, _ in Counter("".join(texts).replace("\ufffd", "")).most_common(4)]
     stops += [text[1:3] for text in texts if len(text) > 3 and "\ufffd" not in text][:3]
     key, url = endpoint.open((6,), OPTIONS, -1, 1000)

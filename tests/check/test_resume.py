@@ -172,8 +172,8 @@ def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil
     resume.check_resumable(auto)
     assert [path.name for path in resume.committed(folder / "checkpoints")] == ["step_000009"]
     (folder / "checkpoints" / "step_000009" / "meta.json").unlink()
-    for each in (cfg, auto):
-        assert f"no complete checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(each)
+    for wanted in (cfg, auto):
+        assert f"no complete checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(wanted)
 
 
 def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):

@@ -37,8 +37,8 @@ def test_killed_and_resumed_it_is_the_unbroken_run(tmp_path, num_steps, changes)
     run_to_the_end(works[1], num_steps, *SETTINGS, *changes, *keys, resume=folder)
     folder = sorted((works[1] / "logs").glob("exp_*"))[-1]
     assert steps(folder)[-1] == num_steps
-    ours, theirs = (lines_of(each, "metrics.jsonl", "train/loss") for each in (folder, unbroken))
-    records, others = (lines_of(each, "samples.jsonl", "train") for each in (folder, unbroken))
+    ours, theirs = (lines_of(run, "metrics.jsonl", "train/loss") for run in (folder, unbroken))
+    records, others = (lines_of(run, "samples.jsonl", "train") for run in (folder, unbroken))
     assert max(line["train/logp_gap_max"] for line in ours) < 1e-4
     numbers = [(step, index) for step in range(1, num_steps + 1) for index in 4 * [*range(8)]]
     assert [(r["step"], r["index"]) for r in records] == numbers

@@ -251,14 +251,14 @@ def test_what_could_not_be_graded_is_in_no_statistic(name):
             samples.append(graded("e", prompt, rng.normal(), rewards, length=int(rng.integers(1, 9))))
             samples[-1].grade.outcome = outcome
     adv_B, metrics = step_advantages(samples, grpo, LossConfig())
-    rest = [each for each in samples if each.grade.outcome != "error"]
+    rest = [sample for sample in samples if sample.grade.outcome != "error"]
     want, want_metrics = step_advantages(rest, grpo, LossConfig())
-    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.grade.outcome != "error"] == want
+    assert [adv for adv, sample in zip(adv_B, samples, strict=True) if sample.grade.outcome != "error"] == want
     assert metrics == want_metrics and len(rest) == 8
     assert adv_B[2] == adv_B[5] == 0 and adv_B[4:12] == [0.0] * 8  # prompt 1 has one sample left, 2 has none
     assert all(adv_B[i] != 0 for i in (0, 1, 3, 12, 13, 14, 15))
-    for each in samples:
-        each.grade.reward = 1e3 if each.grade.outcome == "error" else each.grade.reward
+    for sample in samples:
+        sample.grade.reward = 1e3 if sample.grade.outcome == "error" else sample.grade.reward
     assert step_advantages(samples, grpo, LossConfig())[0] == adv_B
 
 
@@ -357,16 +357,16 @@ def test_each_turn_has_the_advantage_of_its_own_reward(options, token_level):
 def test_without_turn_level_advantages_turns_change_nothing(name):
     """The sum over the conversation, to the bit."""
     samples, grpo = conversations(), GRPOConfig(max_rollout_turns=3, **ESTIMATORS[name])
-    for i, each in enumerate(samples):
-        each.grade.rewards = {"a": each.grade.reward, "b": float(i % 2)}
+    for i, sample in enumerate(samples):
+        sample.grade.rewards = {"a": sample.grade.reward, "b": float(i % 2)}
     adv_B, metrics = step_advantages(samples, grpo, LossConfig())
-    plain = [with_grade(replace(each, turn_tokens=[], num_turns=1), turn_rewards=[]) for each in samples]
+    plain = [with_grade(replace(sample, turn_tokens=[], num_turns=1), turn_rewards=[]) for sample in samples]
     assert (adv_B, metrics) == step_advantages(plain, grpo, LossConfig())
-    graded = [each for each in samples if each.grade.is_valid]
-    numbers = zip(*((each.grade.reward, each.prompt, each.num_trained_tokens) for each in graded), strict=True)
-    parts = {key: torch.tensor([each.grade.rewards[key] for each in graded]) for key in "ab"}
+    graded = [sample for sample in samples if sample.grade.is_valid]
+    numbers = zip(*((sample.grade.reward, sample.prompt, sample.num_trained_tokens) for sample in graded), strict=True)
+    parts = {key: torch.tensor([sample.grade.rewards[key] for sample in graded]) for key in "ab"}
     want = estimate_advantages(*map(torch.tensor, numbers), grpo, parts).tolist()
-    assert [adv for adv, each in zip(adv_B, samples, strict=True) if each.grade.is_valid] == want
+    assert [adv for adv, sample in zip(adv_B, samples, strict=True) if sample.grade.is_valid] == want
 
 
 def test_turns_are_scaled_each_and_dynamic_sampling_looks_at_them():
@@ -374,7 +374,7 @@ def test_turns_are_scaled_each_and_dynamic_sampling_looks_at_them():
     scaling = RewardScalingConfig(enabled=True, source_max=2.0, target_min=-1.0)
     group = [sample(2, 1.0, grade=Grade(turn_rewards=rewards), num_turns=2) for rewards in ([0.0, 1.0], [3.0, -2.0])]
     shape_rewards(group, GRPOConfig(reward_scaling=scaling), 8)
-    assert [each.grade.turn_rewards for each in group] == [[-1.0, 0.0], [1.0, -1.0]] and group[0].grade.reward == 0
+    assert [sample.grade.turn_rewards for sample in group] == [[-1.0, 0.0], [1.0, -1.0]] and group[0].grade.reward == 0
     assert is_mixed(group, by_turn=True) and not is_mixed(group)
     turns = ((1.0, [1.0]), (2.0, [1.0, 1.0]))
     group = [sample(2, r, grade=Grade(unshaped_reward=r, turn_rewards=rewards)) for r, rewards in turns]

@@ -47,7 +47,7 @@ def test_rows_that_are_sorted_once_sum_their_gradients_to_the_same_bits():
             found.append(x.grad)
         for row, grad_of_row in zip(row_M.tolist(), grad.to(dtype).float(), strict=True):
             expected[row] += grad_of_row
-        assert all(torch.equal(each, expected.to(dtype)) for each in found)
+        assert all(torch.equal(out, expected.to(dtype)) for out in found)
 
 
 @pytest.mark.parametrize("num_tokens", [32_768, 65_536])

@@ -102,8 +102,8 @@ SAMPLES = [
     sample(2, 1.0, "ok", 1, finish_reason="max_turns", num_turns=4),
     sample(2, 0.25, "timeout", 3),
 ]
-for number, each in enumerate(SAMPLES):
-    each.grade.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
+for number, with_reward in enumerate(SAMPLES):
+    with_reward.grade.unshaped_reward = [0.5, 1.0, 0.0, 0.0, 1.0, 1.0][number]
 LOSS = LossConfig(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=1.3)
 VALIDATED = [answers("7", "1", None, "7"), answers("7", "7", "7", "3")]
 FUNCTIONS = {name: getattr(np, name) for name in "exp log abs minimum maximum mean sum min max".split()}
@@ -124,7 +124,7 @@ def of_tokens():
     names |= {"weight": np.minimum(raw, 1.3), "outside": raw > 1.3, "mix": np.log((np.exp(old) + np.exp(sampler)) / 2)}
     names |= {"clamped": ratio.clip(0.8, 1.2), "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
     names |= {"reference_policy_kl_penalty": 0.01, "seq_logprob_error_threshold": THRESHOLD}
-    names["by_seq"] = lambda x: np.array([x[seq == each].mean() for each in np.unique(seq)])
+    names["by_seq"] = lambda x: np.array([x[seq == number].mean() for number in np.unique(seq)])
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
     pack = SimpleNamespace(mask_R=batch["mask_R"] != 0, sampler_logp_R=batch["sampler_logp_R"])
     _, metrics = loss_and_gap(**batch | counts, micro=pack, newest_R=None, cfg=LOSS)

@@ -187,7 +187,7 @@ def test_bfloat16_recompute_gives_the_same_gradients(folders, one_rank):
         model = load_policy(folders["qwen3"][0], device="cpu", mesh=one_rank[2], **options)
         logp_loss(model, pack, *response_rows(LENGTHS, pack[0]), vocab=200).backward()
         found.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
-    assert all(torch.equal(grad, each[name]) for each in found[1:] for name, grad in found[0].items())
+    assert all(torch.equal(grad, grads[name]) for grads in found[1:] for name, grad in found[0].items())
     assert any(grad.abs().max() > 0 for grad in found[0].values())
 
 

@@ -261,7 +261,7 @@ def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, to
 def test_an_observation_of_another_form_ends_the_run_at_the_first_turn(converse, tokenizer):
     class Speaks(Script):
         def step(self, turns):
-            return [replace(each, observation="hello") for each in super().step(turns)]
+            return [replace(result, observation="hello") for result in super().step(turns)]
 
     with pytest.raises(ConfigError, match=r"^env_name 'script': step\(\) returned observation='hello'"):
         converse(Speaks(), rows(tokenizer, ["1"]), max_turns=1)
@@ -306,8 +306,8 @@ def test_an_environment_that_asks_gets_replies_with_their_special_tokens(convers
     for environment in (plain, asks):
         converse(environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
     plain, asks = (
-        sorted(itertools.chain(*each.seen), key=lambda turn: (turn.prompt_ids, turn.completion_ids))
-        for each in (plain, asks)
+        sorted(itertools.chain(*environment.seen), key=lambda turn: (turn.prompt_ids, turn.completion_ids))
+        for environment in (plain, asks)
     )
     for without, turn in zip(plain, asks, strict=True):
         assert without.raw_reply == "" and replace(turn, raw_reply="") == without

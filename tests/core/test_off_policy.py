@@ -21,8 +21,8 @@ def old_toys():
 def expected(name: str, policy, sampler, advantage) -> tuple[torch.Tensor, torch.Tensor]:
     """(what policy_loss gives in expectation over the sampler, the true gradient)."""
     q = token_logps(sampler).sum(1).exp()
-    each = gradients(policy, sampler, advantage, LossConfig(**CORRECTIONS[name]))
-    return (q[:, None, None] * each).sum(0), on_policy_gradient(policy, advantage)
+    gradient_of_sequences = gradients(policy, sampler, advantage, LossConfig(**CORRECTIONS[name]))
+    return (q[:, None, None] * gradient_of_sequences).sum(0), on_policy_gradient(policy, advantage)
 
 
 def test_the_toy_is_what_it_says():

@@ -120,9 +120,9 @@ def test_adamw_is_torchs_and_one_group():
     for seed in range(3):
         model(gradients_of(model, seed)).backward()
         twin(gradients_of(twin, seed)).backward()
-        for each in (optimizer, expected):
-            each.step()
-            each.zero_grad()
+        for either in (optimizer, expected):
+            either.step()
+            either.zero_grad()
     assert len(optimizer.param_groups) == 1
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-7)

@@ -339,7 +339,7 @@ def test_a_reward_that_compares_samples_sees_whole_groups_on_any_number_of_engin
             conversations = [c for c in sampler.start(prompts, 6, SamplingOptions(1.0, 1024), (3, 1)) if c.request_id]
             assert {c.sample.engine for c in conversations} == {rank} and conversations
             sampler._converse(conversations)
-            samples += [each.sample for each in conversations]
+            samples += [conversation.sample for conversation in conversations]
         samples.sort(key=lambda sample: (sample.prompt, sample.index))
         found.append([(s.prompt, s.index, s.grade.reward) for s in samples])
     assert found[0] == found[1] == found[2] and len({reward for *_, reward in found[0]}) > 2
@@ -402,7 +402,7 @@ def decoder(lasts=None):
 
 def begun(engine):
     """(row, turn) of each request."""
-    return [(each.ids[0], each.ids.count(HINT)) for each in engine.started]
+    return [(request.ids[0], request.ids.count(HINT)) for request in engine.started]
 
 
 HINT = 1000
@@ -506,18 +506,18 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
         while not engine.is_idle:
             engine.advance(names)
         turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]
-        for each, result in zip(lockstep, environment.step(turns), strict=True):
-            each.add_result(result, Ids(), 512, 3)
+        for conversation, result in zip(lockstep, environment.step(turns), strict=True):
+            conversation.add_result(result, Ids(), 512, 3)
     assert {s.num_turns for s in found[0]} == {2} and len({s.grade.reward for s in found[0]}) > 3
     for samples in found:
-        for s, each in zip(samples, lockstep, strict=True):
+        for s, conversation in zip(samples, lockstep, strict=True):
             assert (s.prompt, s.index, s.grade.reward) == (
-                each.sample.prompt,
-                each.sample.index,
-                each.sample.grade.reward,
+                conversation.sample.prompt,
+                conversation.sample.index,
+                conversation.sample.grade.reward,
             )
             for name in ("output_ids", "sampler_logps", "mask", "versions"):
-                assert (getattr(s, name) == getattr(each.sample, name)).all()
+                assert (getattr(s, name) == getattr(conversation.sample, name)).all()
     environment.close()
 
 

@@ -311,7 +311,7 @@ def simulate(max_age, ranks, *, num_steps, slots):
     cursor, steps, waits, ages = mixture.start(), [], [], []
     for step in range(1, num_steps + 1):
         before = engine.ticks
-        due = {each.request_id for each in sampler.in_flight[0][0]} if sampler.in_flight else set()
+        due = {request.request_id for request in sampler.in_flight[0][0]} if sampler.in_flight else set()
         samples = sample_step(sampler, cfg, mixture, cursor, step, num_steps)
         needed = max((engine.ended[name] for name in due), default=engine.ticks)
         waits.append((engine.ticks, max(before, needed)))
@@ -331,10 +331,10 @@ def test_pacing(one_rank, max_age, num_steps):
     steps, waits, ages, engine = simulate(max_age, one_rank[0], num_steps=num_steps, slots=20)
     assert [[s.row_id for s in step[::2]] for step in steps] == np.arange(10 * num_steps).reshape(-1, 10).tolist()
     trained = sorted(len(s.output_ids) for step in steps for s in step)
-    assert trained == sorted(length_of(each.seed) for each in engine.started)
+    assert trained == sorted(length_of(request.seed) for request in engine.started)
     assert trained[-1] > 20 * trained[10 * num_steps]
     assert waits == [(needed, needed) for _, needed in waits], "no step waits for more than its own groups"
-    priorities = [each.priority for each in engine.started]
+    priorities = [request.priority for request in engine.started]
     assert priorities == np.repeat(np.arange(1, num_steps + 1), 20).tolist(), "oldest first"
     assert engine.is_idle and not engine.unclaimed
     assert 0.2 < np.mean(ages) < max_age

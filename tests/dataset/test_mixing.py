@@ -57,7 +57,7 @@ def test_turns_go_on_where_a_step_has_not_all_sets():
 
 
 @pytest.mark.parametrize(
-    ("weights", "count", "each"),
+    ("weights", "count", "drawn"),
     [
         ((3, 1), 4, {"a": 3, "b": 1}),
         ((3.0, 1.0), 32, {"a": 24, "b": 8}),
@@ -66,10 +66,10 @@ def test_turns_go_on_where_a_step_has_not_all_sets():
         ((0.5, 0.25, 0.25), 8, {"a": 4, "b": 2, "c": 2}),
     ],
 )
-def test_weights_are_met_in_every_batch_they_divide(weights, count, each):
+def test_weights_are_met_in_every_batch_they_divide(weights, count, drawn):
     found, cursor = batches(mixture_of([50] * len(weights), weights), [count] * 30)
-    assert all(shares(batch) == each for batch in found)
-    assert cursor["drawn"] == {name: 30 * number for name, number in each.items()}
+    assert all(shares(batch) == drawn for batch in found)
+    assert cursor["drawn"] == {name: 30 * number for name, number in drawn.items()}
 
 
 def test_weights_that_do_not_divide_are_never_a_prompt_off():

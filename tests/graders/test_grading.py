@@ -100,7 +100,7 @@ class Picky(Environment):
         self.go, self.whole_groups = threading.Event(), whole_groups
 
     def step(self, turns):
-        replies = [each.messages[-1]["content"] for each in turns]
+        replies = [turn.messages[-1]["content"] for turn in turns]
         if replies == ["wait"]:
             self.go.wait(20)
         if "exit" in replies:

@@ -22,9 +22,9 @@ class Collectives(TorchDispatchMode):
             left = result if isinstance(result, torch.Tensor) else args[0]
             num_bytes = sum(x.nbytes for x in tree_leaves(left) if isinstance(x, torch.Tensor))
             groups = [x for x in args if isinstance(x, str) and x.isdigit()]  # of a functional one: not its operation
-            for each in args:
-                if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-                    groups.append(dist.ProcessGroup.unbox(each).group_name)
+            for argument in args:
+                if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                    groups.append(dist.ProcessGroup.unbox(argument).group_name)
             assert len(groups) == 1, (func, args)
             self.seen.append((func.__name__.split(".")[0], num_bytes, groups[0]))
         return result

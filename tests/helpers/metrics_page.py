@@ -41,7 +41,7 @@ def formulas() -> dict[str, str]:
     found: dict[str, str] = {}
     all_rows = rows()
     for cells in {id(cells): cells for cells in all_rows.values()}.values():
-        keys = [name for name, each in all_rows.items() if each is cells]
+        keys = [name for name, row in all_rows.items() if row is cells]
         texts = re.findall("`(.+?)`", cells[0])
         if cells[0].startswith("`"):
             found |= dict(zip(keys, texts[: len(keys)], strict=True))

@@ -79,7 +79,7 @@ def compile_all(folder, targets):
         sizes = {"width": 2048} | VOCABULARY  # numbers of rows are not specialised
         divided = [t[0] == "*" or (t == "i32" and sizes.get(name, 1) % 16 == 0) for name, t in signature.items()]
         aligned = {(i,): [["tt.divisibility", 16]] for i, is_divided in enumerate(divided) if is_divided}
-        for target in {target for each, target in PAIRS if each == variant}.intersection(targets):
+        for target in {target for pair, target in PAIRS if pair == variant}.intersection(targets):
             source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
             done = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
             found = {"shared": done.metadata.shared, "bytes": len(done.kernel)}

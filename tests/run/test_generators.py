@@ -45,9 +45,9 @@ def assert_same(job, other):
 def assert_same_state(job, other):
     """Samples and every tensor of every checkpoint."""
     assert records(job, "samples.jsonl") == records(other, "samples.jsonl")
-    files = [sorted((Path(each["run"]) / "checkpoints").glob("step_*/*.safetensors")) for each in (job, other)]
+    files = [sorted((Path(ended["run"]) / "checkpoints").glob("step_*/*.safetensors")) for ended in (job, other)]
     assert [f.parts[-2:] for f in files[0]] == [f.parts[-2:] for f in files[1]] and len(files[0]) >= 2
-    for one, two in zip(*(map(load_file, each) for each in files), strict=True):
+    for one, two in zip(*(map(load_file, pair) for pair in files), strict=True):
         assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 

@@ -196,7 +196,7 @@ def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
 def test_rates_of_a_step_by_hand(two_ranks_of_one):
     minibatches = [Minibatch([micro_of(64), micro_of(32)], 96), Minibatch([micro_of(128, 100, 10)], 128)]
     minibatches[0].micros[0].ref_logp_R = torch.zeros(64)
-    flops = 3 * train_flops(ModelConfig.from_hf(QWEN3_8B), [m for each in minibatches for m in each.micros])
+    flops = 3 * train_flops(ModelConfig.from_hf(QWEN3_8B), [m for minibatch in minibatches for m in minibatch.micros])
     assert not any("logprobs" in name for name in numbers([Minibatch([micro_of(64)], 64)])), "nothing was scored"
     assert numbers(minibatches, ppo_epochs=3) == {
         "performance/tokens_per_sec": 300.0,

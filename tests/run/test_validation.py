@@ -172,8 +172,8 @@ def test_several_sets_have_their_names_in_front(one_rank):
     values = validated(config_of(), inputs_of(easy=3, hard=2)).last_validation
     accuracies = {name for name in values if name.endswith("/accuracy")}
     sets, kinds = ("easy", "hard"), ("greedy", "sampled")
-    each = {f"validation/{name}/{kind}/accuracy" for name in sets for kind in kinds}
-    assert accuracies == each | {f"validation/{kind}/accuracy" for kind in kinds}
+    of_sets = {f"validation/{name}/{kind}/accuracy" for name in sets for kind in kinds}
+    assert accuracies == of_sets | {f"validation/{kind}/accuracy" for kind in kinds}
     for name in ("greedy/accuracy", "sampled/accuracy", "sampled/avg_length"):  # all five problems together
         joint = (3 * values[f"validation/easy/{name}"] + 2 * values[f"validation/hard/{name}"]) / 5
         assert values[f"validation/{name}"] == pytest.approx(joint)
@@ -187,7 +187,7 @@ def test_options_reach_the_engine(one_rank):
     engine = FakeEngine()
     validated(config_of(max_val_samples=2, val_num_generations_per_prompt=3), inputs_of(held=50), engine)
     greedy, sampled = SamplingOptions(0.0, 256), SamplingOptions(1.0, 256)
-    assert [each.options for each in engine.started] == [greedy] * 2 + [sampled] * 6
+    assert [request.options for request in engine.started] == [greedy] * 2 + [sampled] * 6
     assert (sampled.top_p, sampled.top_k) == (1.0, None)
     of_validation = {"val_temperature": 0.6, "val_top_p": 0.95, "val_top_k": 20, "val_max_new_tokens": 40}
     assert modes(config_of(**of_validation)) == {

@@ -146,10 +146,12 @@ def hashes_of(minibatches):
     for minibatch in minibatches:
         for micro in minibatch.micros:
             content = hashlib.sha256(str(minibatch.num_input_tokens).encode())
-            for each in (each for each in fields(micro) if each.name != "layout"):  # of cu_seqlens and prefix_S
-                value = getattr(micro, each.name)
+            for field in fields(micro):
+                if field.name == "layout":  # of cu_seqlens and prefix_S
+                    continue
+                value = getattr(micro, field.name)
                 array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-                content.update(f"{each.name} {array.dtype} {array.shape}".encode())
+                content.update(f"{field.name} {array.dtype} {array.shape}".encode())
                 content.update(array.tobytes() if value is not None else b"")
             hashes.append(content.hexdigest())
     return hashes

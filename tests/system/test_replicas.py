@@ -268,7 +268,7 @@ def test_gradient_and_its_norm_are_those_of_one_rank(four_ranks):
     for rank in four_ranks:
         assert rank["gradients"].keys() == {"2 x 2", "4 x 1", "1"}
         found = [rank["gradients"], rank["late gradients"]]
-        for errors in (each for by_mesh in found for each in by_mesh.values()):
+        for errors in (error for by_mesh in found for error in by_mesh.values()):
             assert max(errors) <= 2e-6, errors
 
 

@@ -96,7 +96,7 @@ def test_a_dump_of_the_arguments_is_read(tmp_path):
 
     own = {"num_generations": 8, "per_device_train_batch_size": 4, "generation_batch_size": 64, "max_steps": 50}
     own |= {"steps_per_generation": 2, "warmup_steps": 0.1, "accelerator_config": {"even_batches": True}}
-    values = {each.name: each.default for each in fields(TrainingArguments) if each.default is not MISSING} | own
+    values = {field.name: field.default for field in fields(TrainingArguments) if field.default is not MISSING} | own
     (tmp_path / "grpo.json").write_text(json.dumps(values))
     convert("trl", str(tmp_path / "grpo.json"), [], str(tmp_path / "ours.yaml"))
     cfg = reader.read(tmp_path / "ours.yaml").cfg
