@@ -57,7 +57,8 @@ def overlong_penalty(length: int, cfg: RewardShapingConfig, longest: int) -> flo
 
     0 up to max_response_length - overlong_buffer_length tokens, then linear: overlong_buffer_penalty at
     max_response_length, and more beyond, as in NeMo RL and verl (DAPO and TRL stop there). longest: the limit if
-    max_response_length is null; set it where max_total_sequence_length ends conversations sooner. Example: max 20, buffer 4, penalty 1: 0 at 16 tokens, .25 at 17, 1 at 20, 2 at 24.
+    max_response_length is null; set it where max_total_sequence_length ends conversations sooner. Example: max 20,
+    buffer 4, penalty 1: 0 at 16 tokens, 0.25 at 17, 1 at 20, 2 at 24.
     """
     if cfg.max_response_length is not None:
         longest = cfg.max_response_length

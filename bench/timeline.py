@@ -72,13 +72,15 @@ def record_rank(folder: str) -> None:
             if "c10d" not in func.namespace or func.__name__.startswith(("wait", "_wrap")) or not recorded:
                 return result
             leaves = tree_leaves(result)
-            for each in leaves:
-                if isinstance(each, torch.ScriptObject):
-                    dist.Work.unbox(each).wait()
+            num_bytes = 0
+            for leaf in leaves:
+                if isinstance(leaf, torch.ScriptObject):
+                    dist.Work.unbox(leaf).wait()
                 elif func.namespace == "_c10d_functional":
-                    torch.ops._c10d_functional.wait_tensor(each)
+                    torch.ops._c10d_functional.wait_tensor(leaf)
+                if isinstance(leaf, torch.Tensor):
+                    num_bytes += leaf.nbytes
             place, unit = caller()
-            num_bytes = sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor))
             event = {"name": func.__name__.split(".")[0], "place": place, "unit": unit, "bytes": num_bytes}
             recorded[-1]["collectives"].append(event | {"begin": begin, "end": time.time()})
             return result
@@ -239,9 +241,9 @@ def draw(recorded: dict, plan, dark: bool) -> str:
 
     for x, steps in zip(RANKS_X, ranks, strict=True):
         picture.box(x, TOP, RANK_WIDTH, y_of(end) - TOP, "work", "line")
-        for each in pairs:
-            both_are_there = max(event["begin"] for event in each)
-            event = each[ranks.index(steps)]
+        for pair in pairs:
+            both_are_there = max(event["begin"] for event in pair)
+            event = pair[ranks.index(steps)]
             begin, met, over = y_of(event["begin"]), y_of(both_are_there), y_of(event["end"])
             if met > begin:
                 picture.box(x, begin, RANK_WIDTH, met - begin, "wait")
@@ -256,12 +258,12 @@ def draw(recorded: dict, plan, dark: bool) -> str:
         picture.text(74, lowest, words, 12, "text", "end")
 
     lowest = TOP - 4
-    for each in pairs:
-        met = y_of(max(event["begin"] for event in each))
+    for pair in pairs:
+        met = y_of(max(event["begin"] for event in pair))
         lowest = max(lowest + ROW, met)
         picture.line((RANKS_X[1] + RANK_WIDTH, met), (NAMES_X - 14, lowest), (NAMES_X - 4, lowest))
-        place = each[0]["place"].rpartition("/")[2]
-        picture.text(NAMES_X, lowest + 4, f"{OPERATIONS[each[0]['name']]} {each[0]['unit']}".strip(), 11.5)
+        place = pair[0]["place"].rpartition("/")[2]
+        picture.text(NAMES_X, lowest + 4, f"{OPERATIONS[pair[0]['name']]} {pair[0]['unit']}".strip(), 11.5)
         picture.text(ENGINE_X - 14, lowest + 4, place, 11, "dim", "end")
 
     generation, training, sync = (stages[name] for name in ("generation", "policy_training", "prepare_for_generation"))

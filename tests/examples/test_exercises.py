@@ -36,7 +36,11 @@ def said_in(copy: str, name: str) -> str:
 
 def cases(names):
     """Those that import transformers are long."""
-    return [pytest.param(*each, marks=pytest.mark.long if each[0] in TRANSFORMERS else ()) for each in names]
+    params = []
+    for exercise, *rest in names:
+        marks = [pytest.mark.long] if exercise in TRANSFORMERS else []
+        params.append(pytest.param(exercise, *rest, marks=marks))
+    return params
 
 
 def test_the_page_has_each_check_and_each_diff():
