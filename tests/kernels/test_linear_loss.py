@@ -347,6 +347,24 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path, coupled):
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
 
 
+@pytest.mark.parametrize("num_grad_rows, num_calls", [(35, 3), (16, 1), (0, 1)])
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
+def test_metrics_are_computed_once_a_pack(monkeypatch, path, num_grad_rows, num_calls):
+    """In the call after the last chunk, of 16 rows each, which knows all rows; without chunks in the only call."""
+    case = Case(35, 37)
+    monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, 16 * 37)
+    calls = []
+
+    def loss_of(logp_R, entropy_R, with_metrics):
+        calls.append((with_metrics, int(logp_R.count_nonzero())))
+        return logp_R.sum(), {"loss": logp_R.detach().sum()} if with_metrics else {}
+
+    hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
+    loss, metrics = linear_loss(hidden, weight, case.target, loss_of, path, num_grad_rows=num_grad_rows)
+    assert [with_metrics for with_metrics, _ in calls] == [False] * (num_calls - 1) + [True]
+    assert calls[-1][1] == 35 and metrics["loss"] == loss
+
+
 @pytest.mark.slow
 @every_path_and_width
 @pytest.mark.parametrize("passes", PASSES)
