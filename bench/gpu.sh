@@ -6,10 +6,11 @@
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights, in turns with steps as they were; a
 #                                  training step in one pass and in two, in turns; our head beside the bare matmuls; a
 #                                  LoRA run that is killed and resumed; a sync; where the time of a step goes
-#     bash bench/gpu.sh open       three minutes of what no GPU has run yet: a LoRA run that is killed and resumed, with the
-#                                  compiled loss; a training step and the head with it
+#     bash bench/gpu.sh open       four minutes of what no GPU has run yet: a LoRA run that is killed and resumed, with the
+#                                  compiled loss; a training step and the head with it; attention with a window
 #     bash bench/gpu.sh pretrained SmolLM2-135M learns to convert units (configs/smollm2.yaml): accuracy and seconds
-#     bash bench/gpu.sh moe        the starter as a mixture of experts learns the smoke task, with CUDA graphs
+#     bash bench/gpu.sh moe        the starter as a mixture of experts learns the smoke task; then four steps of it with
+#                                  CUDA graphs; under four minutes, the first result within two
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
@@ -21,11 +22,11 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
-parts=() dry=()
+parts=() dry=() tiny=()
 for word in "$@"; do
     case $word in
         right|fast|open|pretrained|moe|peers) parts+=("$word") ;;
-        --cpu) dry=(--dry) ;;
+        --cpu) dry=(--dry) tiny=(--tiny) ;;
         *) echo "gpu.sh: right, fast, open, pretrained, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
@@ -73,8 +74,6 @@ smoke_run() {
 right() {
     if [[ $vllm == here ]]; then item "engine" 150 "$python" -m bench.gpu_smoke "${dry[@]}" --out "$out/smoke.jsonl"
     else echo "engine, smoke run: absent (no vllm here)" | tee -a "$log"; fi
-    local tiny=()
-    ((${#dry[@]})) && tiny=(--tiny)
     item "correctness" 150 "$python" -m pytest -q -s -m gpu tests/gpu "${tiny[@]}"
     [[ $vllm == absent ]] || smoke_run
 }
@@ -105,6 +104,7 @@ open() {
     killed
     item "training step" 60 "$python" -m bench.train_step "${dry[@]}" --rounds 2 --out "$out/train_step.jsonl"
     our_head "${mains[0]}"
+    item "attention" 40 "$python" -m pytest -q -s -m gpu tests/gpu/test_gpu_attention.py "${tiny[@]}"
 }
 
 our_head() {
@@ -137,17 +137,28 @@ pretrained() {
 }
 
 moe() {
-    local folder steps=30 words=()
+    local model eager=policy.generation.vllm_cfg.enforce_eager=true
     if [[ $vllm == absent ]]; then echo "mixture of experts: absent (no vllm here)" | tee -a "$log"; return; fi
-    folder=$(mktemp -d)
-    item "mixture of experts, made" 30 "$python" -m examples.moe.upcycle "$folder/model"
+    model=$(mktemp -d)/model
+    item "mixture of experts, made" 30 "$python" -m examples.moe.upcycle "$model"
+    # Eager first: vLLM compiles nothing and captures no graph, which took most of 96 s in which no step had begun.
+    moe_run "mixture of experts" 90 30 moe "policy.model_name=$model" "$eager"
+    ((${#dry[@]})) || item "mixture of experts learned" 20 "$python" bench/gpu_learned.py "$out/moe.jsonl" 0.7
+    # few sequences at once: vLLM captures graphs for up to twice as many
+    moe_run "mixture of experts, CUDA graphs" 110 4 moe_graphs "policy.model_name=$model" \
+        grpo.num_prompts_per_step=4 grpo.max_val_samples=4 grpo.val_at_start=false grpo.val_at_end=false
+}
+
+moe_run() {  # NAME SECONDS STEPS FILE WORD...: vLLM's log says how long it compiles, warms up and captures
+    local name=$1 limit=$2 steps=$3 file=$4 logs words=("${@:5}")
+    logs=$(mktemp -d)
     if ((${#dry[@]})); then steps=2; words+=(grpo.max_val_samples=20)
     else words+=(policy.precision=bfloat16 grpo.logp_gap_limit=0.1 policy.generation.vllm_cfg.gpu_memory_utilization=0.05); fi
-    item "mixture of experts" 120 "$python" grpo.py configs/smoke.yaml "policy.model_name=$folder/model" \
-        "logger.log_dir=$folder/logs" "grpo.max_num_steps=$steps" grpo.val_period=0 \
+    # the loss as it is: to compile it takes seconds, and the other parts do
+    item "$name" "$limit" env VLLM_LOGGING_LEVEL=INFO "$python" grpo.py configs/smoke.yaml \
+        "logger.log_dir=$logs" "grpo.max_num_steps=$steps" grpo.val_period=0 policy.compile=false \
         checkpointing.enabled=false checkpointing.save_hf_at_end=false "${words[@]}"
-    cat "$folder"/logs/exp_*/metrics.jsonl >"$out/moe.jsonl" 2>>"$log"
-    ((${#dry[@]})) || item "mixture of experts learned" 20 "$python" bench/gpu_learned.py "$out/moe.jsonl" 0.7
+    cat "$logs"/exp_*/metrics.jsonl >"$out/$file.jsonl" 2>>"$log"
 }
 
 peers() {
@@ -174,7 +185,7 @@ echo
     grep -E "^FAIL" "$log"
     [[ -f $out/head.jsonl ]] && "$python" -m bench.head --table "$out/head.jsonl"
     grep '^{"step"' "$log" | tail -n2
-    for file in smoke_run pretrained moe; do tail -n1 "$out/$file.jsonl" 2>/dev/null | cut -c1-1500; done
+    for file in smoke_run pretrained moe moe_graphs; do tail -n1 "$out/$file.jsonl" 2>/dev/null | cut -c1-1500; done
     for file in train_step smoke sync; do cut -c1-600 "$out/$file.jsonl" 2>/dev/null; done
     echo "$SECONDS s in all; everything is in $out"
 } 2>&1 | tee "$out/table.txt"
