@@ -58,13 +58,19 @@ class LoRALinear(nn.Linear):
         return y_TO.unflatten(0, x.shape[:-1])
 
 
-def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
-    """Casts a meta-device model to `precision`, freezes it, and adds adapters to the layers that cfg names."""
+def freeze(model: nn.Module, precision: torch.dtype) -> None:
+    """Casts a meta-device model to `precision`, and freezes it. Routers and buffers keep their type: a rounded logit
+    can choose another expert, and rotary frequencies need float32."""
     kept = {param for router in model.model.routers for param in router.parameters()}
-    for param in model.parameters():  # but no buffer: rotary frequencies need float32
+    for param in model.parameters():
         if param not in kept:
             param.data = param.data.to(precision)
     model.requires_grad_(False)
+
+
+def add_adapters(model: nn.Module, cfg: LoRAConfig, precision: torch.dtype) -> None:
+    """Freezes a meta-device model, as `freeze`, and adds adapters to the layers that cfg names."""
+    freeze(model, precision)
     for name in adapted_layers(model.config, cfg):
         frozen = model.get_submodule(name)
         layer = LoRALinear(frozen, rank=cfg.dim, scale=cfg.alpha / cfg.dim)

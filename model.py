@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import GatherRows, PackLayout, packed_attention
 from config import GRPOConfig, LoRAConfig
-from lora import add_adapters
+from lora import add_adapters, freeze
 from loss import Metrics
 from support.hf.weights import init_adapters, load_weights, sharded_parameters
 from support.inputs.model_config import ModelConfig, NativeConfig, read_model_config
@@ -311,19 +311,22 @@ def load_policy(
     decoder: type[Decoder] = Decoder,
     model_config: ModelConfig | None = None,
     lora: LoRAConfig | None = None,
+    frozen: bool = False,
     freeze_moe_router: bool = True,
     seed: int = 0,
     **options,
 ) -> Decoder:
     """The model of an HF folder with float32 parameters, sharded over `mesh`; without one, whole on `device`. With
-    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, do not change its outputs.
-    `options` are the keyword arguments of `Decoder`.
+    `lora`, they are frozen and in `precision`, and new adapters, random by `seed`, do not change its outputs. `frozen`:
+    a model that only scores, in `precision`. `options` are the keyword arguments of `Decoder`.
 
     A rank allocates and reads only its own shards. Raises ConfigError if the folder is unreadable, the model is
     not supported, or the weights do not match config.json.
     """
     with torch.device("meta"):
         model = decoder(model_config or read_model_config(Path(folder)), **options)
+        if frozen:
+            freeze(model, getattr(torch, precision))
         if lora and lora.enabled:
             add_adapters(model, lora, getattr(torch, precision))
         if freeze_moe_router:
@@ -360,8 +363,12 @@ class Reference:
     def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
         """The module that computes with the reference's weights: within, `model` does, unless there is a teacher."""
         if self.teacher:
-            yield self.teacher.to(next(model.parameters()).device)
-            self.teacher.to("cpu")
+            device = next(model.parameters()).device
+            if device.type == "cpu":  # with cpu_offload FSDP moves a part at a time
+                yield self.teacher
+            else:
+                yield self.teacher.to(device)
+                self.teacher.to("cpu")
             return
         policy = {name: shard.clone() for name, shard in _shards(model).items()}
         _copy(self.shards, _shards(model))

@@ -365,7 +365,8 @@ class Plan:
         states = self.states()
         if self.teacher:  # its largest parts are gathered with a buffer
             shapes = dict(self.teacher.tensor_shapes())
-            gathered = count(shapes, "embed_tokens") + count(shapes, "model.layers.0.")
+            last = self.teacher.num_hidden_layers - 1
+            gathered = count(shapes, "embed_tokens") + count(shapes, f"model.layers.{last}.")
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)

@@ -150,15 +150,6 @@ def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
     return model
 
 
-def read_native_config(folder: Path, key: str) -> NativeConfig:
-    """The config.json of a model that only `model.Body` computes. ConfigError if it is of another family."""
-    model = read_model_config(folder)
-    if not isinstance(model, NativeConfig):
-        given = f"{key}: {folder / 'config.json'}: model_type={model.hf['model_type']!r}"
-        raise ConfigError(f"{given} is supported for policy.model_name only; use one of {', '.join(NATIVE)}")
-    return model
-
-
 def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """ConfigError if config.json or the tokenizer contradicts the run's config: vLLM would fail later."""
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
@@ -202,7 +193,10 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokeni
     if cfg.model_name is None:
         raise ConfigError(f"{key} is not set: env_name 'reward_model' scores with it")
     folder = resolve_folder(cfg.model_name, key)
-    model = read_native_config(folder, key)
+    model = read_model_config(folder)
+    if not isinstance(model, NativeConfig):
+        given = f"{key}: {folder / 'config.json'}: model_type={model.hf['model_type']!r}"
+        raise ConfigError(f"{given} is not supported for a reward model; use one of {', '.join(NATIVE)}")
     tokenizer = read_tokenizer(cfg.tokenizer, "env.reward_model.tokenizer.name", folder)
     check_model(folder, model, tokenizer, "env.reward_model.max_model_len", cfg.max_model_len)
     shapes = replace(model, tie_word_embeddings=True).tensor_shapes()  # there is no head over the vocabulary
@@ -218,7 +212,7 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
     """The model of policy.reference_model_name. ConfigError unless its vocabulary is the policy's."""
     key = "policy.reference_model_name"
     folder = resolve_folder(cfg.policy.reference_model_name, key)
-    model = read_native_config(folder, key)
+    model = read_model_config(folder)
     teacher_vocab = read_tokenizer(TokenizerConfig(chat_template=None), key, folder).backend.get_vocab()
     different = teacher_vocab.items() ^ tokenizer.backend.get_vocab().items()
     if different:

@@ -61,17 +61,15 @@ class RewardModel:
         self.max_model_len = cfg.env.reward_model.max_model_len
         self.pack_tokens = max(cfg.policy.pack_tokens(device.type), self.max_model_len)
         self.pad_token_id = config.hf.get("pad_token_id")
-        precision = cfg.env.reward_model.precision
-        model = load_policy(
+        self.model = load_policy(
             folder,
             device="cpu",
             mesh=fsdp_mesh(device.type),
-            precision=precision,
+            precision=cfg.env.reward_model.precision,
             decoder=RewardDecoder,
             model_config=config,
+            frozen=True,
         )
-        model.requires_grad_(False)
-        self.model = model.to(getattr(torch, precision))
 
     def grade(self, samples: Sequence[Sample], engine: SleepingEngine) -> None:
         """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps

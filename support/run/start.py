@@ -305,19 +305,20 @@ def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torc
     if cfg.loss_fn.reference_policy_kl_penalty == 0:
         return None
     policy = cfg.policy
-    dtype = reference_dtype(cfg)
     if inputs.reference_model is None:
-        return Reference(model, dtype)
+        return Reference(model, reference_dtype(cfg))
     folder, model_config = inputs.reference_model
+    offloads = policy.dtensor_cfg.cpu_offload
     teacher = load_policy(
         folder,
-        device="cpu",
+        device=device if offloads else "cpu",  # where its buffers lie
         mesh=fsdp_mesh(device.type, policy.dtensor_cfg.dp_replicate_size),
         precision=policy.precision,
-        cpu_offload=policy.dtensor_cfg.cpu_offload,
+        cpu_offload=offloads,
         model_config=model_config,
+        frozen=True,
     )
-    return Reference(model, teacher=teacher.requires_grad_(False).to(dtype))
+    return Reference(model, teacher=teacher)
 
 
 def compiles(option: bool | None, device_type: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dist_case import settings
+from families import make_family
 from hf_folders import make_pack, response_rows
 
 from head import HeadOptions, response_logps
@@ -50,15 +51,13 @@ def test_in_the_precision_of_the_forward_nothing_is_lost(policy):
     assert sizes[0] == 2 * sizes[1] > 0
 
 
-def test_a_teacher_scores_with_its_own_weights_and_shape(policy, one_rank, tmp_path):
-    """prime-rl#2189: against the log-probabilities of transformers' model."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    size = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 2, "num_key_value_heads": 1}
-    options = {"vocab_size": policy.config.vocab_size, "num_hidden_layers": 3, "head_dim": 16, **size}
-    theirs = AutoModelForCausalLM.from_config(Qwen3Config(**options, tie_word_embeddings=True)).eval()
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "glm4_moe"])
+def test_a_teacher_scores_with_its_own_weights_and_shape(family, policy, one_rank, tmp_path):
+    """prime-rl#2189: against the log-probabilities of transformers' model. The buffers of a teacher in bfloat16 stay in
+    float32, such as rotary frequencies."""
+    theirs = make_family(family, vocab_size=policy.config.vocab_size)
     theirs.save_pretrained(tmp_path)
-    teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2]).requires_grad_(False)
+    teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2], frozen=True)
     before, reference, pack = logps(policy), Reference(policy, teacher=teacher), make_pack([30, 5])
     with reference.in_place_of(policy) as scorer, torch.no_grad():
         pos_R, target_R = response_rows([30, 5], pack[0])
@@ -67,6 +66,13 @@ def test_a_teacher_scores_with_its_own_weights_and_shape(policy, one_rank, tmp_p
     want_RV = (torch.cat(parts)[pos_R] / 0.7).log_softmax(-1)
     torch.testing.assert_close(logp_R, want_RV.gather(1, target_R[:, None])[:, 0], rtol=0, atol=1e-4)
     assert torch.equal(logps(policy), before) and reference.shards == {}
+    rounded = load_policy(tmp_path, device="cpu", mesh=one_rank[2], precision="bfloat16", frozen=True)
+    routers = {param for router in rounded.model.routers for param in router.parameters()}
+    assert len(routers) == len(teacher.model.routers) and not any(param.requires_grad for param in rounded.parameters())
+    assert {param.dtype for param in rounded.parameters() if param not in routers} == {torch.bfloat16}
+    assert all(tensor.dtype == torch.float32 for tensor in [*routers, *rounded.buffers()])
+    rounded_R, _ = response_logps(rounded, (*pack, pos_R), target_R, HeadOptions(temperature=0.7))
+    assert (rounded_R - logp_R).abs().mean() <= 0.05
 
 
 def test_it_is_an_average_in_float32_or_a_copy(policy):
