@@ -10,6 +10,7 @@ weights that train, so there is no sync.
 
 import logging
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,7 +137,6 @@ class Engine:
         if model.num_experts and self.cuda:
             hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
         self.must_pack_experts = model.num_experts > 0 and not self.cuda
-        self.send_head_copy = model.tie_word_embeddings and not self.cuda
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
             # logits would stay stale. Untied, the head is a layer like any other; `sync` sends it the embedding.
@@ -166,7 +166,9 @@ class Engine:
         self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
         self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
-        if not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
+        has_head = "lm_head.weight" in self.param_names  # Cohere's always computes with the embedding
+        self.send_head_copy = has_head and model.tie_word_embeddings and not self.cuda
+        if has_head and not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
             print(f"WARNING: this vLLM rounds logits to {dtype}: vLLM 0.32.0 has a smaller logp gap", flush=True)
@@ -383,19 +385,27 @@ def _likeliest(flat) -> list[dict[int, float]]:
 def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:
     """Names of the engine's parameters as checkpoints have them: for the experts of a layer, which are a few tensors in
     the engine, the three matrices of each expert."""
+    experts = model.family.experts
+    stored_of = {each.engine: each.stored for each in experts.renamed} if experts else {}
     found = set()
-    modules_of_experts = set()
+    blocks_with_experts = set()
     for name in names:
-        module, is_of_experts, _ = name.partition(".experts.")
-        if is_of_experts:
-            modules_of_experts.add(module)
+        block, part = _within_block(name)
+        if ".experts." in part:
+            blocks_with_experts.add(block)
         else:
-            found.update(_unfused(name, fused_layers))
+            found.update(_unfused(f"{block}{stored_of.get(part, part)}", fused_layers))
     for name, _ in model.tensor_shapes():
-        module, _, _ = name.partition(".experts.")
-        if module in modules_of_experts:
+        block, part = _within_block(name)
+        if block in blocks_with_experts and experts.has(part):
             found.add(name)
     return found
+
+
+def _within_block(name: str) -> tuple[str, str]:
+    """("model.layers.7.", "mlp.gate.weight") of this name; "" in place of the first if it is outside the blocks."""
+    match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)", name)
+    return match[1] or "", match[2]
 
 
 def _pack_experts_anew(model: torch.nn.Module) -> None:

@@ -187,11 +187,13 @@ def time_line(plan: Plan, gpu: Gpu, step: Step, num_steps: int) -> str:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """What checkpoint.py writes of all ranks: trained weights in float32, the optimizer's moments, and the reference
-    (model.Reference) unless it is a model of its own."""
+    """What checkpoint.py writes of all ranks: the weights in float32, with LoRA those of the adapters, the optimizer's
+    moments, and the reference (model.Reference) unless it is a model of its own."""
     trained = count(plan.trained)
     first = NUMBER[plan.cfg.policy.optimizer.kwargs.state_dtype]
     size = (4 + first + 4) * trained - 4 * count(plan.matrices)
+    if not plan.lora:
+        size += 4 * (count(plan.shapes) - trained)  # frozen routers
     if plan.cfg.loss_fn.reference_policy_kl_penalty > 0 and plan.teacher is None:
         size += (4 if plan.cfg.grpo.ref_policy_update_alpha < 1 else plan.precision) * trained
     return size

@@ -88,11 +88,14 @@ class TransformersBody(nn.Module):
                 module.forward = partial(_layer_norm, module)
         self.routers = []
         for number, layer in enumerate(self.layers):
+            mlp = "mlp"
             if config.has_experts(number):
-                self.routers.append(layer.mlp.gate)
-                layer.mlp.gate.register_forward_pre_hook(_widen_input)
-                layer.mlp.gate.register_forward_hook(partial(self._count, number))
-            for part in (layer.self_attn, layer.mlp):
+                mlp, router_name, _ = config.family.experts.router.computed.split(".")
+                router = layer.get_submodule(mlp).get_submodule(router_name)
+                router.register_forward_pre_hook(_widen_input)
+                router.register_forward_hook(partial(self._count, number))
+                self.routers.append(router)
+            for part in (layer.self_attn, layer.get_submodule(mlp)):
                 part.register_forward_pre_hook(_round_input, with_kwargs=True)
             if recompute is True or number < recompute:
                 layer.forward = partial(_recomputed, layer.forward)
@@ -116,7 +119,7 @@ class TransformersBody(nn.Module):
         """Counts the tokens of each expert. No scatter: on CUDA its sums have no order."""
         if not torch.is_grad_enabled():
             return
-        _, _, expert_TA = out  # of a token, the A experts that it is sent to
+        (expert_TA,) = (part for part in out if not part.is_floating_point())  # the A experts that a token is sent to
         number_E = torch.arange(self.num_experts, device=expert_TA.device)
         count_E = (expert_TA.flatten()[:, None] == number_E).sum(0)
         self.counts[layer] = self.counts.get(layer, 0) + count_E
@@ -146,8 +149,8 @@ class TransformersBody(nn.Module):
 
 
 def logit_scale(hf_config: PreTrainedConfig) -> float:
-    """What transformers multiplies the logits by, in Granite."""
-    return 1 / getattr(hf_config, "logits_scaling", 1.0)
+    """What transformers multiplies the logits by, in Cohere, or divides them by, in Granite."""
+    return getattr(hf_config, "logit_scale", 1.0) / getattr(hf_config, "logits_scaling", 1.0)
 
 
 def _recomputed(forward, *args, **kwargs):
@@ -175,6 +178,9 @@ def _widen_input(module: nn.Module, args: tuple) -> tuple:
 def _round_output(module: nn.Module, args: tuple, out: Tensor, *, scale: float) -> Tensor:
     if scale != 1.0:
         out = out * scale
+    if out.requires_grad:
+        # The rotation returns a transposed one, of which the weight's gradient would be summed in another order.
+        out.register_hook(Tensor.contiguous)
     return out.to(module.weight.dtype)
 
 

@@ -8,7 +8,12 @@ from config import ConfigError, LoRAConfig
 from support.inputs.model_config import ModelConfig
 
 KEY = "policy.dtensor_cfg.lora_cfg"
-ROUTERS = (".mlp.gate.weight", ".block_sparse_moe.gate.weight", ".shared_expert_gate.weight")
+ROUTERS = (
+    ".mlp.gate.weight",
+    ".block_sparse_moe.gate.weight",
+    ".block_sparse_moe.router.layer.weight",
+    ".shared_expert_gate.weight",
+)
 
 
 @lru_cache(maxsize=4)  # train_flops asks in each step
@@ -43,7 +48,8 @@ def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
     layers = {}
     for name, shape in model.tensor_shapes():
         is_of_mixture = ".experts." in name or name.endswith(ROUTERS)
-        if ".layers." in name and len(shape) == 2 and not is_of_mixture:
+        is_matrix = len(shape) == 2 and name.endswith(".weight")
+        if ".layers." in name and is_matrix and not is_of_mixture:
             layers[name.removesuffix(".weight")] = shape
     return layers
 

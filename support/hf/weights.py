@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from config import ConfigError, PolicyConfig
 from support.hf.lora_layers import adapted_layers
-from support.inputs.model_config import ModelConfig, check_weights, open_weights, weight_files
+from support.inputs.model_config import ModelConfig, check_weights, has_experts_together, open_weights, weight_files
 from support.system.disk import replace_folder, write_whole
 from support.system.ranks import local_rows, on_rank0
 
@@ -52,39 +52,44 @@ def checkpoint_views(
     """(name in the checkpoint, view) of what is stored of this parameter, or of the rows that a rank has of it: itself,
     or the matrices of its experts, from `first_expert` on."""
     experts = model.config.family.experts
-    block, _, part = name.partition(".mlp.")
-    if experts is None or not part:
+    block = f"model.layers.{_block_number(name)}"
+    part = name.removeprefix(f"{block}.")
+    if experts is None or part == name:
         yield name, tensor
-    elif part.startswith("gate."):
-        yield f"{block}.{experts.module}.{part}", tensor
-    elif part in ("experts.gate_up_proj", "experts.down_proj"):
+    elif part in experts.computed_pair and experts.together is None:
         for number, matrix in enumerate(tensor, first_expert):
-            gate, up, down = experts.names(block, number)
-            if part == "experts.down_proj":
-                yield down, matrix
+            gate, up, down = experts.names(number)
+            if part.endswith("down_proj"):
+                yield f"{block}.{down}", matrix
             else:
                 gate_FD, up_FD = matrix.chunk(2)
-                yield gate, gate_FD
-                yield up, up_FD
+                yield f"{block}.{gate}", gate_FD
+                yield f"{block}.{up}", up_FD
     else:
-        yield name, tensor
+        stored = {names.computed: names.stored for names in experts.renamed}
+        yield f"{block}.{stored.get(part, part)}", tensor
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
     if the folder holds other tensors, or a number that is not finite. LoRA's parameters stay as they are."""
-    check_weights(Path(folder), full_shapes(model))
-    targets: dict[str, tuple[Tensor, slice]] = {}  # name in the checkpoint -> where it goes, the rows that go there
-    for name, param in _base_parameters(model).items():
+    params = _base_parameters(model)
+    shapes = full_shapes(model)
+    if model.config.num_experts and has_experts_together(Path(folder)):
+        shapes = [(name, param.shape) for name, param in params.items()]
+    check_weights(Path(folder), shapes, model.config)
+    targets: dict[str, tuple[Tensor, slice]] = {}  # name in the folder -> where it goes, the rows that go there
+    for name, param in params.items():
         rows = local_rows(param)
+        targets[name] = local_shard(param), rows
         for stored_name, view in checkpoint_views(model, name, local_shard(param), rows.start):
             is_whole = stored_name != name and view.dim() < param.dim()  # an expert is on one rank
             targets[stored_name] = view, slice(None) if is_whole else rows
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:
             for name in file.keys():
-                if name not in targets:  # a tied head, rotary frequencies, or another rank's experts
+                if name not in targets:  # a tied head, rotary frequencies, another rank's experts
                     continue
                 target, rows = targets[name]
                 target.copy_(file.get_slice(name)[rows])

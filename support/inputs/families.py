@@ -33,31 +33,51 @@ ALWAYS = Switch("", True)
 USE_WINDOW = Switch("use_sliding_window")
 
 
+class Names(NamedTuple):
+    """What a tensor of a layer is called in a checkpoint, in transformers' model, and in vLLM's."""
+
+    stored: str
+    computed: str
+    engine: str
+
+
+GATE = Names("mlp.gate.weight", "mlp.gate.weight", "mlp.gate.weight")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """How a family names its experts in a checkpoint: each has three matrices, [F, D] twice and [D, F], under
-    `module`.experts.NUMBER. In transformers' model those of a layer are two tensors, mlp.experts.gate_up_proj
-    [E, 2F, D] and mlp.experts.down_proj [E, D, F].
+    """How a family names its experts. In transformers' model those of a layer are two tensors, `computed`.gate_up_proj
+    [E, 2F, D] and `computed`.down_proj [E, D, F]. A checkpoint has three matrices of each, [F, D] twice and [D, F],
+    under `stored`.NUMBER; or, if `together` names them, the two tensors.
 
-    inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size, in
-    multiples of F if it counts experts. dense_first: the field with the number of layers at the start without experts.
+    inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size;
+    shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts.
     correction_bias: the router has one, a buffer.
     """
 
-    module: str = "mlp"
+    stored: str = "mlp.experts"
+    computed: str = "mlp.experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    together: tuple[str, str] | None = None
+    router: Names = GATE
     inner: str = "moe_intermediate_size"
     shared: str | None = None
     shared_size: str | None = None
+    shared_counts: bool = False
     shared_gate: str | None = None
     dense_first: str | None = None
     correction_bias: bool = False
 
-    def names(self, block: str, number: int) -> tuple[str, str, str]:
-        """The checkpoint's names of the gate, up and down matrices of expert `number` of `model.layers.N`."""
-        prefix = f"{block}.{self.module}.experts.{number}"
+    @property
+    def computed_pair(self) -> tuple[str, str]:
+        """The two tensors of a layer, in transformers' model."""
+        return f"{self.computed}.gate_up_proj", f"{self.computed}.down_proj"
+
+    def names(self, number: int) -> tuple[str, str, str]:
+        """The checkpoint's names of the gate, up and down matrices of expert `number`, within its layer."""
+        prefix = f"{self.stored}.{number}"
         return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
 
     def sizes(self, hf: dict) -> list[str]:
@@ -67,6 +87,18 @@ class Experts:
         if self.shared_size is not None:
             fields.append(self.shared_size)
         return fields
+
+    def has(self, stored: str) -> bool:
+        """Whether the checkpoint's tensor of this name, within its layer, is of experts."""
+        return stored.startswith(f"{self.stored}.") or (self.together is not None and stored in self.together)
+
+    @property
+    def renamed(self) -> Iterator[Names]:
+        """The tensors that have one name each, but maybe not the same one everywhere."""
+        yield self.router
+        if self.together is not None:
+            for stored, computed in zip(self.together, self.computed_pair, strict=True):
+                yield Names(stored, computed, computed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +245,12 @@ FAMILIES = {
         qk_norm="of a head",
         qk_norm_names=("query_layernorm", "key_layernorm"),
     ),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        norms=("input_layernorm",),
+        is_tied=True,
+        windows=Windows(size=4096, full_every=4),
+    ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         qkv_bias=Switch("qkv_bias", True),
@@ -239,7 +277,14 @@ FAMILIES = {
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         windows=Windows(),
-        experts=Experts(module="block_sparse_moe", gate="w1", up="w3", down="w2", inner="intermediate_size"),
+        experts=Experts(
+            stored="block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            router=Names("block_sparse_moe.gate.weight", "mlp.gate.weight", "block_sparse_moe.gate.weight"),
+            inner="intermediate_size",
+        ),
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
@@ -250,8 +295,20 @@ FAMILIES = {
         experts=Experts(
             shared="shared_experts",
             shared_size="n_shared_experts",
+            shared_counts=True,
             dense_first="first_k_dense_replace",
             correction_bias=True,
+        ),
+    ),
+    "granitemoe": Family(
+        architecture="GraniteMoeForCausalLM",
+        experts=Experts(
+            computed="block_sparse_moe.experts",
+            together=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+            router=Names(
+                "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"
+            ),
+            inner="intermediate_size",
         ),
     ),
 }
@@ -269,9 +326,11 @@ REFUSED = {
     "llama4": "chunked attention is not supported: use a Llama 3",
     "llama4_text": "chunked attention is not supported: use a Llama 3",
     "gemma2": "it caps the logits, and the output layer's kernels have no cap: use a Gemma 3",
+    "ernie4_5_moe": "vLLM 0.32 ignores the bias of its routers on a CPU, so no sync has been proven: use a Glm4 MoE",
     "gpt_oss": "vLLM 0.32 does not reload its sinks and experts: use a Qwen3 MoE",
-    "cohere": "vLLM 0.32 has no output layer for it that could be set to float32: use an Olmo 3",
-    "cohere2": "vLLM 0.32 has no output layer for it that could be set to float32: use an Olmo 3",
+    "cohere": "nobody has tried it: use a Cohere 2",
+    "gemma4": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
+    "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     "gemma3": "only text models are supported: use one with model_type='gemma3_text', such as Gemma 3 1B",
     "mistral3": "only text models are supported: use one with model_type='mistral' or 'ministral3'",
     "deepseek_v3": "its attention has keys and values of two sizes, which no sync has been proven for: use a Glm4 MoE",
@@ -314,6 +373,8 @@ def check_family(hf: dict, source: str) -> None:
         raise ConfigError(
             f"{source}: norm_topk_prob=true with model_type='olmoe': vLLM 0.32 ignores it; set it to false"
         )
+    if kind == "cohere2" and hf.get("tie_word_embeddings") is False:
+        raise ConfigError(f"{source}: tie_word_embeddings=false with model_type='cohere2': vLLM 0.32 has no such head")
     for rope_type in _rope_types(hf):
         if rope_type not in ROPE_TYPES:
             raise ConfigError(
@@ -323,7 +384,10 @@ def check_family(hf: dict, source: str) -> None:
 
 
 def fields_for_vllm(hf: dict) -> dict:
-    """Fields that vLLM wants beside those of config.json: it reads a scale of Ministral 3 in Mistral's own format."""
+    """Fields that vLLM wants beside those of config.json, or in their place. It reads a scale of Ministral 3 in
+    Mistral's own format, and adds a token to the window of a Cohere 2, which transformers does not."""
+    if hf["model_type"] == "cohere2":
+        return {"sliding_window": hf.get("sliding_window", 4096) - 1}
     rope = hf.get("rope_parameters") or {}
     beta = rope.get("llama_4_scaling_beta")
     if beta is None:

@@ -6,6 +6,7 @@ It refuses a model of the native families if `model.Body` would compute somethin
 
 import dataclasses
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,8 +105,9 @@ class ModelConfig:
     def family(self) -> Family:
         return FAMILIES[self.hf["model_type"]]
 
-    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each weight, as in a model folder; a tied head is not repeated."""
+    def tensor_shapes(self, *, as_computed: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of each weight, as in a model folder; a tied head is not repeated. as_computed: of experts, as
+        transformers' model has them, all of a layer in two tensors."""
         yield EMBEDDING, (self.vocab_size, self.hidden_size)
         norm: Shapes = {}
         self._add(norm, "model.norm", (self.hidden_size,), self.family.norm_bias)
@@ -115,7 +117,7 @@ class ModelConfig:
         dense = self._attention_shapes() | self._mlp_shapes("mlp", self.intermediate_size)
         sparse: Shapes = {}
         if self.num_experts:
-            sparse = self._attention_shapes() | self._experts_shapes()
+            sparse = self._attention_shapes() | self._experts_shapes(as_computed)
         for number in range(self.num_hidden_layers):
             block = sparse if self.has_experts(number) else dense
             for name, shape in block.items():
@@ -145,7 +147,7 @@ class ModelConfig:
         if experts is None or experts.shared_size is None:
             return 0
         size = self.hf[experts.shared_size]
-        return size * self.expert_size if experts.shared_size == "n_shared_experts" else size
+        return size * self.expert_size if experts.shared_counts else size
 
     @property
     def routed_weights_per_token(self) -> int:
@@ -181,20 +183,34 @@ class ModelConfig:
         is_dense = layer in (self.hf.get("mlp_only_layers") or ())
         return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
 
-    def _experts_shapes(self) -> Shapes:
+    def only_guesses_tokens(self, name: str) -> bool:
+        """Whether a tensor is of the layers that predict tokens beyond the next one. They are beside the model, but
+        numbered on."""
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        has_such_layers = bool(self.hf.get("num_nextn_predict_layers"))
+        return has_such_layers and number is not None and int(number[1]) >= self.num_hidden_layers
+
+    def _experts_shapes(self, as_computed: bool) -> Shapes:
         experts = self.family.experts
+        count = self.num_experts
         hidden = self.hidden_size
         inner = self.expert_size
         shapes: Shapes = {}
-        self._add(shapes, f"{experts.module}.gate", (self.num_experts, hidden))
+        shapes[experts.router.computed if as_computed else experts.router.stored] = (count, hidden)
         if experts.correction_bias:
-            shapes["mlp.gate.e_score_correction_bias"] = (self.num_experts,)
-        for number in range(self.num_experts):
-            gate, up, down = experts.names("", number)
-            shapes[gate.removeprefix(".")] = (inner, hidden)
-            shapes[up.removeprefix(".")] = (inner, hidden)
-            shapes[down.removeprefix(".")] = (hidden, inner)
-        if experts.shared is not None:
+            shapes["mlp.gate.e_score_correction_bias"] = (count,)
+        pair = experts.computed_pair if as_computed else experts.together
+        if pair is not None:
+            gate_up, down = pair
+            shapes[gate_up] = (count, 2 * inner, hidden)
+            shapes[down] = (count, hidden, inner)
+        else:
+            for number in range(count):
+                gate, up, down = experts.names(number)
+                shapes[gate] = (inner, hidden)
+                shapes[up] = (inner, hidden)
+                shapes[down] = (hidden, inner)
+        if self.shared_expert_size:
             shapes |= self._mlp_shapes(f"mlp.{experts.shared}", self.shared_expert_size)
         if experts.shared_gate is not None:
             self._add(shapes, f"mlp.{experts.shared_gate}", (1, hidden))
@@ -412,15 +428,27 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def has_experts_together(folder: Path) -> bool:
+    """Whether the folder's files have the experts of a layer in two tensors, under the names of transformers' model.
+    transformers writes such a folder if asked not to write each expert by itself."""
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            if any(name.endswith(".experts.gate_up_proj") for name in file.keys()):
+                return True
+    return False
+
+
 def missing_weights(folder: Path) -> list[str]:
     """The names of the files with weights that are not there."""
     return [file.name for file in weight_files(folder) if not file.exists()]
 
 
-def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -> None:
+def check_weights(
+    folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
+) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others. Rotary frequencies and the head beside a tied one, which some models store, are ignored, as vLLM does. Reads
-    headers only."""
+    others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of `model`, which some
+    folders have, are ignored, as vLLM does. Reads headers only."""
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
@@ -434,7 +462,10 @@ def check_weights(folder: Path, expected: Iterable[tuple[str, Sequence[int]]]) -
         if in_file != list(shape):
             raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
     for name, (path, _) in stored.items():
-        if not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+        is_ignored = name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
+        if model is not None and model.only_guesses_tokens(name):
+            is_ignored = True
+        if not is_ignored:
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
 
 

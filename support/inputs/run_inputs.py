@@ -32,6 +32,7 @@ from support.inputs.model_config import (
     ModelConfig,
     NativeConfig,
     check_weights,
+    has_experts_together,
     missing_weights,
     read_model_config,
     resolve_folder,
@@ -134,7 +135,8 @@ def read_policy(cfg: Config, to_plan: bool) -> tuple[Path, ModelConfig, Tokenize
     check_fits(cfg, folder, model, tokenizer)
     is_without_weights = to_plan and missing_weights(folder)
     if not is_without_weights:
-        check_weights(folder, model.tensor_shapes())
+        as_computed = model.num_experts > 0 and has_experts_together(folder)
+        check_weights(folder, model.tensor_shapes(as_computed=as_computed), model)
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     return folder, model, tokenizer
 

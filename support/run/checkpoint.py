@@ -1,9 +1,10 @@
 """Writes and reads checkpoints. support/inputs/resume.py finds them and tells which are whole, without torch.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
-of the float32 master weights, of the optimizer's state and of the reference policy. Where several replicas hold the
-same rows, the first one writes them. Weights that LoRA has frozen are not stored: a hash identifies them. `meta.json`
-has step, counters, fingerprints, size and sha256 of every file, and a sha256 of itself.
+of the float32 master weights, of the optimizer's state and of the reference policy, and whole the buffers that belong
+to the model. Where several replicas hold the same rows, the first one writes them. Weights that LoRA has frozen are not
+stored: a hash identifies them. `meta.json` has step, counters, fingerprints, size and sha256 of every file, and a
+sha256 of itself.
 
 Training stops only for a copy to host memory, which a thread of each rank writes into `step_000010.tmp`. When all
 ranks have written, at the end of a later step, rank 0 adds meta.json and renames the folder. Older checkpoints go only
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from config import CheckpointingConfig, ConfigError
-from support.hf.weights import local_shard
+from support.hf.weights import ADAPTER, local_shard, sharded_parameters
 from support.inputs.model_config import weight_files
 from support.inputs.resume import (
     VERSION,
@@ -307,10 +308,12 @@ def _problem_of_files(path: Path, files: dict[str, dict], ranks: Ranks) -> str |
 
 def _copy_to_host(model: nn.Module, optimizer: HasState, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name in the file -> copy of this rank's rows, for the thread to write; {} where another replica writes them."""
-    params = _trained(model)
+    params, buffers = _stored(model)
     if not all(map(_is_of_first_replica, params.values())):
         return {}
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
+    for name, buffer in buffers.items():
+        tensors[f"buffer.{name}"] = buffer
     for name, param in params.items():
         tensors[f"param.{name}"] = local_shard(param)
         for key, value in optimizer.state.get(param, {}).items():
@@ -375,14 +378,16 @@ def _restore(
 ) -> None:
     files = [safe_open(path / shard, framework="pt") for shard in shards]
     names = sorted(files[0].keys())
-    params = _trained(model)
-    in_model = {f"param.{name}" for name in params}
-    in_checkpoint = {name for name in names if name.startswith("param.")}
+    params, buffers = _stored(model)
+    in_model = {f"param.{name}" for name in params} | {f"buffer.{name}" for name in buffers}
+    in_checkpoint = {name for name in names if name.startswith(("param.", "buffer."))}
     if in_model != in_checkpoint:
         other = min(in_model ^ in_checkpoint)
         raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {other}")
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
+    for name, buffer in buffers.items():
+        buffer.copy_(files[0].get_tensor(f"buffer.{name}"))  # each rank has written all of it
     if optimizer is None:
         return
     has_reference = any(name.startswith("reference.") for name in names)
@@ -394,7 +399,7 @@ def _restore(
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     for stored in names:
         kind, _, rest = stored.partition(".")
-        if kind in ("param", "reference"):
+        if kind in ("param", "buffer", "reference"):
             continue
         # Of the optimizer, which has no state before its first step.
         key, _, name = rest.partition(".")
@@ -404,8 +409,19 @@ def _restore(
         optimizer.state[params[name]][key] = value
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters and the buffers that a checkpoint holds: all, frozen routers too; with LoRA only its own."""
+    params = {}
+    buffers = {}
+    for name, tensor in sharded_parameters(model).items():
+        if isinstance(tensor, nn.Parameter):
+            params[name] = tensor
+        else:
+            buffers[name] = tensor
+    adapters = {name: param for name, param in params.items() if name.endswith(ADAPTER)}
+    if adapters:
+        return adapters, {}
+    return params, buffers
 
 
 def weights_sha256(folder: Path, ranks: Ranks) -> str:

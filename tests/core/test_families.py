@@ -15,7 +15,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, to_device
 from records import Sample
-from support.hf.weights import full_tensors
+from support.hf.weights import full_tensors, local_shard, sharded_parameters
 from support.inputs.families import FAMILIES, NATIVE
 from support.inputs.tokenizer import Tokenizer
 from support.system.ranks import start_process_group
@@ -70,11 +70,12 @@ def gaps_of(family, folder, compare, precision="float32", names=None, packs_expe
         engine_module._pack_experts_anew = lambda model: None
     engine.sync(full_tensors(policy, engine.dtype), 0)
     found = {"start": (0.0, compare(engine, policy))}
-    for name, param in policy.named_parameters():
+    for name, param in sharded_parameters(policy).items():
         is_of_early_block = "layers.0." in name or ("layers.1." in name and policy.config.num_hidden_layers > 2)
         if name in names if names else not is_of_early_block:
             with torch.no_grad():
-                param.to_local().add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
+                shard = local_shard(param)
+                shard.add_(0.1 * torch.randn(shard.shape, generator=torch.Generator().manual_seed(1)))
             stale = compare(engine, policy)
             engine.sync(full_tensors(policy, engine.dtype), 0)
             found[name] = stale, compare(engine, policy)

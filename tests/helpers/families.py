@@ -45,6 +45,18 @@ OF_FAMILY = {
     "qwen3_moe": MOE | {"mlp_only_layers": [0]},
     "olmoe": MOE | {"norm_topk_prob": False, "head_dim": 32, "num_attention_heads": 2},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "cohere2": WINDOWS
+    | {"logit_scale": 0.5, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "granitemoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,

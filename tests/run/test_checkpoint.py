@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_case import alone, make_samples
+from families import make_family
 from ranks import ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAC
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
 from pack import pack_samples, to_device
+from support.hf.weights import full_tensors
 from support.inputs.resume import committed
 from support.run import checkpoint
 from support.run.folder import open_run_folder
@@ -166,6 +168,30 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
     saver.save(2, model, optimizer, STATE, Reference(model).shards, {})
     saver.finish()
     load_by_two_again(tiny[0], tmp_path)
+
+
+@pytest.mark.slow
+def test_what_a_mixture_of_experts_does_not_train_is_stored(one_rank, tmp_path):
+    """Routers, and their bias, a buffer: other ones of the model folder do not matter."""
+    make_family("glm4_moe").save_pretrained(tmp_path / "model")
+    make_family("glm4_moe", seed=1).save_pretrained(tmp_path / "other")
+    save_mixture(tmp_path)
+    place, device, mesh = one_rank
+    expected = dict(full_tensors(load_policy(tmp_path / "model", device=device), torch.float32))
+    again, optimizer = fresh(tmp_path / "other", device, mesh)
+    checkpoint.load(tmp_path / "work", CheckpointingConfig(), again, optimizer, place, {})
+    found = dict(full_tensors(again, torch.float32))
+    assert_equal(found, expected)
+    file = tmp_path / "work" / "step_000001" / "rank_00001.safetensors"
+    assert sum(name.endswith("e_score_correction_bias") for name in load_file(file)) == 2  # of two layers with experts
+
+
+@ranks(2)
+def save_mixture(folder):
+    place, device = start_process_group(tp_size=1)
+    model, optimizer = fresh(folder / "model", device, dist.init_device_mesh("cpu", (2,)))
+    with checkpoint.Saver(folder / "work", CheckpointingConfig(), place) as saver:
+        saver.save(1, model, optimizer, STATE, {}, {})
 
 
 def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, tmp_path):
