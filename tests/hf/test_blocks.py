@@ -371,7 +371,7 @@ def test_metrics_of_experts(tmp_path):
     for router in model.model.routers:
         expert_TA = torch.tensor([[5, 0], [5, 1], [5, 2], [3, 4]])
         for hook in router._forward_hooks.values():
-            hook(router, (), (None, None, expert_TA))
+            hook(router, (), (torch.zeros(4, 8), torch.zeros(4, 2), expert_TA))
     metrics = model.model.expert_metrics()
     share, num_layers = metrics["busiest_expert_share"]
     unused, _ = metrics["unused_expert_fraction"]
