@@ -329,7 +329,8 @@ class Chat:
             choice = self._choice(index, reply)
             message = choice.pop("message")
             if index in self.sent:
-                message = {"content": message["content"][len(self.sent[index]) :]}
+                del message["role"]
+                message["content"] = message["content"][len(self.sent[index]) :]
             choices.append(choice | {"delta": message})
         events = [_event(head | {"choices": choices})]
         if self.request.stream_options and self.request.stream_options.get("include_usage"):

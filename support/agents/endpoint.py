@@ -52,7 +52,7 @@ class Parser(Protocol):
 
     needs_special_tokens: bool
 
-    def keeps_text(self, tools: list[dict] | None) -> bool: ...
+    def content_of_beginning(self, text: str, tools: list[dict] | None) -> str: ...
 
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed: ...
 
@@ -202,7 +202,7 @@ class Endpoint:
         seeds = [call.seed for call in calls]
         request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
         self.running[asked.number] = dict(zip(request_ids, calls, strict=True))
-        if request.stream and self.parse.keeps_text(request.callable_tools):
+        if request.stream:
             for index, (request_id, call) in enumerate(zip(request_ids, calls, strict=True)):
                 self.streams[request_id] = Stream(asked.number, index, seeds[-1], call)
 
@@ -218,6 +218,7 @@ class Endpoint:
             call = stream.call
             text = self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
             text = certain_text(text, call.request.stop or ())
+            text = self.parse.content_of_beginning(text, call.request.callable_tools)
             if len(text) > len(call.sent) and text.startswith(call.sent):
                 gained = text[len(call.sent) :]
                 call.sent = text
@@ -260,6 +261,10 @@ class Endpoint:
         found = [(text.index(string), string) for string in request.stop or () if string in text]
         length, cut_at = min(found, default=(len(text), None))
         parsed = self.parse(text[:length], request.callable_tools)
+        content = parsed.content
+        # A parser may drop the text before a call; bytes may be a character alone, and none beside those that follow.
+        if call.sent:
+            content = call.sent + (content or "")[len(call.sent) :]
         tokens = []
         likeliest = []
         if request.logprobs:
@@ -269,7 +274,7 @@ class Endpoint:
         reply = Reply(
             call.seed,
             parsed.reasoning,
-            parsed.content,
+            content,
             parsed.tool_calls,
             completion.finish_reason,
             cut_at,
@@ -277,9 +282,7 @@ class Endpoint:
             tokens,
             likeliest,
         )
-        contents = [parsed.content or "", *parsed.with_thought]
-        if call.sent:  # bytes that were a character alone may be none beside those that follow
-            contents.append(call.sent + contents[0][len(call.sent) :])
+        contents = [content or "", parsed.content or "", *parsed.with_thought]
         endings = {"", cut_at or ""}  # a client may put the stop string back
         call.add_reply(reply.message, [content + ending for content in contents for ending in endings])
         return reply

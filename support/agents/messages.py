@@ -162,7 +162,7 @@ class Messages:
         return body | _end(reply)
 
     def stream_delta(self, delta: Delta) -> str:
-        """More of the one text that such a reply is."""
+        """More of the text with which the reply begins."""
         events = []
         if self.num_blocks == 0:
             events.append(_event("message_start", message=_begun(delta)))
@@ -177,7 +177,7 @@ class Messages:
         if self.num_blocks == 0:
             events.append(_event("message_start", message=_begun(answer)))
         for index, block in enumerate(_blocks(reply)):
-            if not self.sent:
+            if index == self.num_blocks:
                 events.append(self._begin_block(_emptied(block)))
             for delta in self._deltas(block):
                 events.append(_event("content_block_delta", index=index, delta=delta))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from config import ChatServerConfig, ConfigError
 from support.inputs.tokenizer import Tokenizer
 
+CALL_OPENINGS = "<[{"  # with which the calls of the families begin
 LOGGERS = ("vllm.tool_parsers", "vllm.reasoning", "vllm.parser")  # they trace each malformed call
 
 
@@ -47,9 +48,18 @@ class ReplyParser:
         except Exception as error:
             raise ConfigError(f"policy.generation.vllm_cfg.http_server_serving_chat_kwargs: {error}") from error
 
-    def keeps_text(self, tools: list[dict] | None) -> bool:
-        """Whether a reply's text is its content as it is."""
-        return self.reasoning_parser is None and not (tools and self.tool_parser)
+    def content_of_beginning(self, text: str, tools: list[dict] | None) -> str:
+        """What is content, of a reply that begins with this text: what stands before anything that may become a call.
+        Where thoughts are taken out, only the end of a reply says what was one."""
+        if self.reasoning_parser:
+            return ""
+        if not tools or not self.tool_parser:
+            return text
+        size = len(text)
+        for character in CALL_OPENINGS:
+            if character in text:
+                size = min(size, text.index(character))
+        return text[:size].rstrip()  # some parsers drop the blanks before a call
 
     def __call__(self, text: str, tools: list[dict] | None) -> Parsed:
         """A reply that the parser cannot read, or a call that no client can be sent, stays text."""

@@ -88,6 +88,7 @@ class Responses:
         self.conversations = conversations
         self.number = 0  # of the stream's next event
         self.sent = ""
+        self.num_items = 0  # that the stream has begun
         messages = [*self._messages_before(), *self.body.input]
         if self.body.instructions:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
@@ -181,7 +182,7 @@ class Responses:
         }
 
     def stream_delta(self, delta: Delta) -> str:
-        """More of the one message that such a reply is."""
+        """More of the message with which the reply begins."""
         events = []
         if self.number == 0:
             events += self._begin(delta)
@@ -199,7 +200,7 @@ class Responses:
         if self.number == 0:
             events += self._begin(answer)
         for index, item in enumerate(items):
-            if not self.sent:
+            if index == self.num_items:
                 events += self._begin_item(index, item)
             events += self._item(index, item)
         body = self._ended(answer, items)
@@ -221,6 +222,7 @@ class Responses:
 
     def _begin_item(self, index: int, item: dict) -> Iterator[str]:
         """Of an item, before it has content."""
+        self.num_items += 1
         empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         opened = {**item, **empty, "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=index, item=opened)

@@ -42,7 +42,7 @@ DECIDED = ("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "tool
 DECIDED += ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # What changes no reply, and the values that ask for what is served.
 HARMLESS = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-HARMLESS += ("prompt_cache_retention", "include", "max_tool_calls", "stream_options")
+HARMLESS += ("prompt_cache_retention", "include", "max_tool_calls", "stream_options", "client_metadata")
 SERVED_VALUES = {
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
@@ -264,8 +264,7 @@ class Server:
     async def _stream(
         self, key: str, number: int, wire: Wire, news: Delta | Answer | Refused | None
     ) -> AsyncIterator[str]:
-        """The events. A reply that a parser must read comes in one piece: nobody knows what of it is a tool call before
-        it has ended."""
+        """The events: what of the reply is content for certain, while it is decoded, and the rest at its end."""
         inbox = self.waiting[number]
         try:
             while not isinstance(news, Answer | Refused):

@@ -6,6 +6,7 @@ GRPO_CLIENTS names a folder with an environment for each, whose packages are not
     mkdir node; cd node; npm install openai
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,43 +18,74 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_case import endpoint_of, gap_of, record_draws, sample, start
+from agent_case import OPTIONS, TEMPLATE, endpoint_of, gap_of, record_draws, sample, serve, start
 from dist_case import settings
 from loop import train_once
 from two_nodes import free_port
 
 from config import AgentConfig
+from engine import Completion
 from pack import pack_samples, to_device
+from support.agents.endpoint import Endpoint
+from support.agents.parser import Parsed
 from support.inputs.reader import load
+from support.inputs.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES, PROGRAMS = ROOT / "examples" / "agents", ROOT / "tests" / "agents" / "clients"
+EXAMPLES, CLIENTS = ROOT / "examples" / "agents", ROOT / "tests" / "agents" / "clients"
 FOLDER = Path(os.environ.get("GRPO_CLIENTS", "/nonexistent"))
 NUM_ROLLOUTS = 8
 MAX_TOKENS = 16384  # room for the prompts of smolagents, in bytes
-PACKAGES = {  # of each environment
-    "openai": "the trainer's own",
-    "node": "npm: openai",
-    "langgraph": "langgraph langchain-openai",
-    "smolagents": "smolagents openai",
+ENVIRONMENTS = {  # folder -> its packages
+    "node": "npm: openai @anthropic-ai/sdk @openai/agents ai @ai-sdk/{openai,openai-compatible,anthropic} zod "
+    "langchain @langchain/{langgraph,core,openai,anthropic}",
+    "cli": "npm: @anthropic-ai/claude-code @openai/codex",
+    "adk": "google-adk litellm",
+    "ag2": "ag2[openai]",
+    "agent_framework": "agent-framework-core agent-framework-openai",
+    "agents_sdk": "openai-agents",
+    "agno": "agno openai",
+    "anthropic": "anthropic",
+    "autogen": "autogen-agentchat autogen-ext[openai]",
+    "crewai": "crewai",
+    "dspy": "dspy",
+    "guidance": "guidance openai",
+    "haystack": "haystack-ai",
     "inspect": "inspect-ai openai",
+    "instructor": "instructor",
+    "langgraph": "langgraph langchain-openai",
+    "litellm": "litellm",
+    "llama_index": "llama-index-core llama-index-llms-openai-like",
+    "mcp": "mcp openai",
+    "mini_swe": "mini-swe-agent",
     "openenv": "openenv openai",
+    "outlines": "outlines[openai]",
+    "pydantic_ai": "pydantic-ai-slim[openai]",
+    "smolagents": "smolagents openai",
+    "strands": "strands-agents[openai]",
     "verifiers": "verifiers[openenv]==0.4.0 uv",
     "verifiers0": "verifiers==0.1.10",
-    "agents_sdk": "openai-agents",
-    "pydantic_ai": "pydantic-ai-slim[openai]",
-    "instructor": "instructor",
-    "outlines": "outlines[openai]",
-    "guidance": "guidance openai",
-    "dspy": "dspy",
-    "litellm": "litellm",
-    "anthropic": "anthropic",
-    "agents_sdk_responses": "openai-agents",
-    "litellm_bridges": "litellm",
 }
-PLACES = {"agents_sdk_responses": "agents_sdk", "litellm_bridges": "litellm"}  # whose environment it shares
-ONE_ROW = ("openai", "node", "langgraph", "inspect", "openenv", "verifiers", "verifiers0")  # in each rollout
+PROGRAMS = {  # -> the environments that it needs
+    "openai_client.py": (),
+    "curl.sh": (),
+    "openai.mjs": ("node",),
+    "anthropic.mjs": ("node",),
+    "agents_sdk.mjs": ("node",),
+    "ai_sdk.mjs": ("node",),
+    "langgraph.mjs": ("node",),
+    "openenv_client.yaml": ("openenv",),
+    "verifiers_env.yaml": ("verifiers", "openenv"),
+    "agents_sdk_responses_client.py": ("agents_sdk",),
+    "litellm_bridges_client.py": ("litellm",),
+}
+for environment in ENVIRONMENTS:
+    if (CLIENTS / f"{environment}_client.py").exists():
+        PROGRAMS[f"{environment}_client.py"] = (environment,)
+SEVERAL_ROWS = {  # of some rollout: other agents, other tools, a history that is written anew
+    "adk_client.py"
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,35 +109,48 @@ def openenv_url():
             server.kill()
 
 
-def client_of(name, tmp_path, request):
+def client_of(program, tmp_path, request):
     """The agent, and its arguments."""
-    needed = {"openai": set(), "verifiers": {"verifiers", "openenv"}}.get(name, {PLACES.get(name, name)})
-    if absent := [f"{name} ({PACKAGES[name]})" for name in needed if not (FOLDER / name).is_dir()]:
-        pytest.skip(f"GRPO_CLIENTS={FOLDER} has no environment {', '.join(absent)}")
-    if name in ("openenv", "verifiers"):
-        [config] = EXAMPLES.glob(f"{name}_*.yaml")
-        cfg = load(config)
-        kwargs = cfg.env.custom[name]
-        place = kwargs["environment"]["taskset"] if name == "verifiers" else kwargs
-        place["base_url" if name == "verifiers" else "url"] = request.getfixturevalue("openenv_url")
-        of_uv = [key for key in os.environ if key.startswith("UV_") or key == "SSL_CERT_FILE"]
-        agent = replace(cfg.env.agents[0], pass_env=(*cfg.env.agents[0].pass_env, *of_uv))
-        return replace(agent, python=str(FOLDER / name / "bin/python")), kwargs
-    if name == "node":
-        program = shutil.copy(PROGRAMS / "openai_node.mjs", tmp_path)
+    for environment in PROGRAMS[program]:
+        if not (FOLDER / environment).is_dir():
+            pytest.skip(f"GRPO_CLIENTS={FOLDER} has no environment {environment} ({ENVIRONMENTS[environment]})")
+    name, _, kind = program.rpartition(".")
+    if kind == "yaml":
+        return example_of(program, request)
+    if kind == "sh":
+        command = ("bash", str(CLIENTS / program))
+        return AgentConfig(name=name, command=command, num_workers=4), {}
+    if kind == "mjs":
+        copy = shutil.copy(CLIENTS / program, tmp_path)
         (tmp_path / "node_modules").symlink_to(FOLDER / "node/node_modules")
-        return AgentConfig(name=name, command=("node", program), num_workers=4), {}
-    python = None if name == "openai" else str(FOLDER / PLACES.get(name, name) / "bin/python")
-    function = f"tests.agents.clients.{name}_client:solve"
-    return AgentConfig(name=name, function=function, python=python, num_workers=4), {}
+        return AgentConfig(name=name, command=("node", copy), num_workers=2), {}
+    python = None
+    if PROGRAMS[program]:
+        python = str(FOLDER / PROGRAMS[program][0] / "bin/python")
+    function = f"tests.agents.clients.{name}:solve"
+    return AgentConfig(name=name, function=function, python=python, num_workers=2), {}
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatch, request):
-    client, kwargs = client_of(name, tmp_path, request)
+def example_of(program, request):
+    """An agent of the examples, at a server that this test has started."""
+    cfg = load(EXAMPLES / program)
+    agent = cfg.env.agents[0]
+    kwargs = cfg.env.custom[agent.name]
+    if agent.name == "verifiers":
+        kwargs["environment"]["taskset"]["base_url"] = request.getfixturevalue("openenv_url")
+    else:
+        kwargs["url"] = request.getfixturevalue("openenv_url")
+    of_uv = [key for key in os.environ if key.startswith("UV_") or key == "SSL_CERT_FILE"]
+    python = str(FOLDER / agent.name / "bin/python")
+    return replace(agent, pass_env=(*agent.pass_env, *of_uv), python=python), kwargs
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_framework_is_trained_token_for_token(case, program, tmp_path, monkeypatch, request):
+    client, kwargs = client_of(program, tmp_path, request)
     drawn = record_draws(case.engine, monkeypatch)
-    inputs = [(name, f"{n}+7") for n in range(NUM_ROLLOUTS // 4)]
-    samples = sample(case, [client], inputs, num_samples=4, **{name: kwargs})
+    inputs = [(client.name, f"{n}+7") for n in range(NUM_ROLLOUTS // 4)]
+    samples = sample(case, [client], inputs, num_samples=4, **{client.name: kwargs})
     assert [(s.grade.message, s.grade.outcome in ("ok", "wrong")) for s in samples] == [("", True)] * NUM_ROLLOUTS
     rows = [row for s in samples for row in (s, *s.forks)]
     trained = Counter()
@@ -114,11 +159,78 @@ def test_a_framework_is_trained_token_for_token(case, name, tmp_path, monkeypatc
         edges = np.flatnonzero(np.diff(np.r_[False, row.mask, False])) + len(row.prompt_ids)
         trained.update((ids[:begin], ids[begin:end]) for begin, end in edges.reshape(-1, 2))
     assert trained == drawn and sum(drawn.values()) > NUM_ROLLOUTS
-    assert (len(rows) == NUM_ROLLOUTS) == (name in ONE_ROW)
+    assert (len(rows) > NUM_ROLLOUTS) == (program in SEVERAL_ROWS)
     micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
     gap = max(gap_of(case, micro) for micro in micros)
     assert gap < 2e-5
     cfg = settings(policy={"max_total_sequence_length": MAX_TOKENS})
     metrics, _ = train_once(case.policy, samples, None, cfg, case.ranks, step=3)
     assert metrics["global_valid_toks"] == sum(row.mask.sum() for row in rows)
-    print(f"{name}: {sum(drawn.values())} replies, {len(rows)} rows, gap {float(gap):.1e}")
+    print(f"{program}: {sum(drawn.values())} replies, {len(rows)} rows, gap {float(gap):.1e}")
+
+
+WRITE = "echo hi > hello.txt"
+CODING = {  # program -> the tool with which it runs a command, its arguments, the calls of each row
+    "claude_code.sh": ("Bash", {"command": WRITE, "description": "Writes."}, [2, 1]),  # and a title
+    "codex.sh": ("exec_command", {"cmd": WRITE}, [2]),
+}
+
+
+class Script:
+    """An engine that answers the first prompt with this tool by a call of it, and all others with a word."""
+
+    weight_version, max_total_tokens = 3, 1 << 20  # their tools alone have 100,000 bytes
+
+    def __init__(self, tokenizer, tool, arguments):
+        self.tokenizer, self.tool, self.arguments = tokenizer, tool, arguments
+        self.stop_token_ids = tokenizer.eos_token_ids
+        self.is_idle, self.num_calls, self.unclaimed = True, 0, {}
+
+    def start(self, prompts, seeds, options, priority):
+        [prompt], [seed] = prompts, seeds
+        text = "done"
+        if f'"name": "{self.tool}"' in self.tokenizer.decode(prompt, special=True):
+            self.num_calls += 1
+            if self.num_calls == 1:
+                text = json.dumps({"name": self.tool, "arguments": json.dumps(self.arguments)})
+        ids = [*self.tokenizer.backend.encode(text).ids, self.stop_token_ids[0]]
+        self.unclaimed[str(seed)] = Completion(np.int32(ids), np.zeros(len(ids)), "stop", np.full(len(ids), 3))
+        return [str(seed)]
+
+    def ids_so_far(self):
+        return {}
+
+    def step(self):
+        return []
+
+
+def parse(text, tools):
+    if tools and text.startswith("{"):
+        return Parsed(None, None, [json.loads(text)])
+    return Parsed(None, text, [])
+
+
+parse.needs_special_tokens = False
+parse.content_of_beginning = lambda text, tools: ""
+
+
+@pytest.mark.parametrize("program", CODING)
+def test_a_coding_agent_carries_out_a_sampled_call(program, tiny, one_rank, tmp_path):
+    if not (FOLDER / "cli").is_dir():
+        pytest.skip(f"GRPO_CLIENTS={FOLDER} has no environment cli ({ENVIRONMENTS['cli']})")
+    tool, arguments, sizes = CODING[program]
+    tokenizer = Tokenizer(tiny[0], TEMPLATE)
+    endpoint = Endpoint(Script(tokenizer, tool, arguments), tokenizer, one_rank[0], parse)
+    key, url = endpoint.open((1,), OPTIONS, -1, 20)
+    path = f"{FOLDER / 'cli/node_modules/.bin'}:{os.environ['PATH']}"
+    urls = {"OPENAI_BASE_URL": url, "ANTHROPIC_BASE_URL": url.removesuffix("/v1")}
+    env = {"PATH": path, "TMPDIR": str(tmp_path), "OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", **urls}
+
+    def start():
+        return subprocess.run(["bash", CLIENTS / program], env=env, capture_output=True, text=True)
+
+    [ended] = serve(endpoint, [start], seconds=300.0)
+    rows = endpoint.close(key).rows()
+    endpoint.shut_down()
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+    assert sorted(map(len, rows), reverse=True) == sizes and endpoint.server.faults == []

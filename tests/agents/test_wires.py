@@ -3,20 +3,25 @@
 import json
 import time
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
-from agent_case import MAX_TOKENS, OPTIONS, endpoint_of, post, serve
+from agent_case import MAX_TOKENS, OPTIONS, TEMPLATE, endpoint_of, post, serve
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine import SamplingOptions
+from config import ChatServerConfig
+from engine import SamplingOptions, reply_parsers
 from records import Grade, Sample
-from support.agents.calls import fill
+from support.agents.calls import Rollout, fill
 from support.agents.chat import Answer, Chat, Reply, Token, link_of, read_message
+from support.agents.endpoint import Endpoint, Stream
 from support.agents.messages import Messages
-from support.agents.parser import Parsed
+from support.agents.parser import Parsed, ReplyParser
 from support.agents.responses import Responses
+from support.inputs.tokenizer import Tokenizer
 
 SYSTEM = "Be brief."
 NAME, SCHEMA = "f", {"type": "object", "properties": {"q": {"type": "integer"}}}
@@ -37,7 +42,7 @@ def parse(text, tools):
 
 
 parse.needs_special_tokens = True
-parse.keeps_text = lambda tools: not tools
+parse.content_of_beginning = lambda text, tools: "" if tools else text
 
 
 @pytest.fixture
@@ -218,6 +223,82 @@ def test_a_reply_that_comes_back_is_the_reply_that_was_sent(given):
         assert [link_of(message) for message in request.messages] == links
         if wire is not Chat:
             assert request.messages[1].get("reasoning_content") == reasoning
+
+
+HERMES = '<tool_call>{"name": "f", "arguments": {"q": 7}}</tool_call>'
+LLAMA = '{"name": "f", "parameters": {"q": 7}}'
+CODER = "<tool_call>\n<function=f>\n<parameter=q>\n7\n</parameter>\n</function>\n</tool_call>"
+BEGINNINGS = [  # parser, sampled, what a stream tells before the end, the content, the number of calls
+    ("hermes", "So:\n" + HERMES, "So:", "So:\n", 1),
+    ("hermes", "So:" + HERMES + HERMES, "So:", "So:", 2),
+    ("hermes", HERMES, "", None, 1),
+    ("hermes", "So <tool_call>{", "So", "So <tool_call>{", 0),
+    ("hermes", "is a < b ?", "is a", "is a < b ?", 0),
+    ("hermes", "no call", "no call", "no call", 0),
+    ("llama3_json", "So: " + LLAMA, "So:", "So:", 1),  # which drops the text
+    ("qwen3_coder", "So:\n\n" + CODER, "So:", "So:", 1),  # which drops the blanks
+    ("pythonic", "[f(q=7)]", "", None, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", [Chat, Responses, Messages])
+@pytest.mark.parametrize(("name", "sampled", "told", "content", "num_calls"), BEGINNINGS)
+def test_a_stream_tells_what_stands_before_a_call(name, sampled, told, content, num_calls, wire, tiny):
+    """And the reply, put together by the client, is the one that was sampled."""
+    tokenizer = Tokenizer(tiny[0], TEMPLATE)
+    tokenizer.backend.add_tokens(["<tool_call>", "</tool_call>", "<|python_tag|>"])
+    endpoint = object.__new__(Endpoint)
+    endpoint.tokenizer = tokenizer
+    endpoint.parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser=name))
+    ids = [*tokenizer.backend.encode(sampled, add_special_tokens=False).ids, tokenizer.eos_token_ids[0]]
+    so_far = {"a": []}
+    endpoint.engine = SimpleNamespace(stop_token_ids=tokenizer.eos_token_ids, ids_so_far=lambda: so_far)
+    deltas = []
+    endpoint._answer = lambda _, delta: deltas.append(delta)
+    tools = {Chat: CHAT_TOOLS, Responses: RESPONSES_TOOLS[:1], Messages: MESSAGES_TOOLS[:1]}[wire]
+    given = "input" if wire is Responses else "messages"
+    rollout, before = Rollout((1, 2), 999, 9), {}
+    asked = wire(json.dumps({given: [USER], "tools": tools}).encode(), before)
+    [call] = rollout.ask(1, asked.request, 10, tokenizer)
+    endpoint.streams = {"a": Stream(1, 0, call.seed, call)}
+    for token_id in ids[:-1]:
+        so_far["a"].append(token_id)
+        endpoint._tell_streams()
+    assert "".join(delta.text for delta in deltas) == told and (len(deltas) > 1) == bool(told)
+    zeros = np.zeros(len(ids), np.float32)
+    call.completion = SimpleNamespace(ids=np.int32(ids), logps=zeros, versions=zeros, finish_reason="stop")
+    answer = Answer(call.prompt_ids, [endpoint._read(call)])
+    text = "".join([*map(asked.stream_delta, deltas), asked.stream_end(answer)])
+    history, reply = history_of(wire, [*events_of(SimpleNamespace(text=text))])
+    assert (reply["content"] or None, len(reply.get("tool_calls", ()))) == (content, num_calls)
+    again = wire(json.dumps({given: [USER, *history, USER], "tools": tools}).encode(), before)
+    [after] = rollout.ask(2, again.request, 10, tokenizer)
+    assert after.parent is call and after.prompt_ids[: len(call.ids)] == call.ids
+
+
+def history_of(wire, events):
+    """What the client of a stream sends back, and that as a message of chat completions."""
+    if wire is Responses:
+        items = events[-1]["response"]["output"]
+        told = {
+            kind: "".join(e["delta"] for e in events if e["type"] == kind)
+            for kind in map_of_kinds(events[-1]["response"])
+        }
+        assert told == map_of_kinds(events[-1]["response"])
+        return items, Responses(json.dumps({"input": items}).encode(), {}).request.messages[0]
+    if wire is Messages:
+        message = {"role": "assistant", "content": blocks_of(iter(events))}
+        return [message], Messages(json.dumps({"messages": [message, USER]}).encode(), {}).request.messages[0]
+    message = {"role": "assistant"}
+    for event in events:
+        [choice] = event["choices"]
+        for key, value in choice["delta"].items():
+            if key == "content" and value:
+                message[key] = (message.get(key) or "") + value
+            elif key != "role":
+                message.setdefault(key, value)
+    return [message], message
 
 
 USER = {"role": "user", "content": "hi"}

@@ -43,7 +43,7 @@ def as_calls(text, tools):
 
 
 as_calls.needs_special_tokens = True
-as_calls.keeps_text = lambda tools: not tools
+as_calls.content_of_beginning = lambda text, tools: "" if tools else text
 
 
 def start(folder, ranks, device, mesh, max_tokens=MAX_TOKENS):
