@@ -29,6 +29,7 @@ from tools.report_samples import (
     COLUMNS,
     DUMPED,
     FIELDS,
+    FORK,
     Tokens,
     evenly,
     for_json,
@@ -160,8 +161,8 @@ def as_page(runs: list[dict], live_seconds: float) -> str:
     """The file. The longest texts are cut in their middle until all have room."""
     template = page_template()
     all_samples = [(number, sample) for number, run in enumerate(runs) for sample in run["samples"]]
-    dumped = [sample for sample in all_samples if sample[1]["kind"] == DUMPED]
-    others = [sample for sample in all_samples if sample[1]["kind"] != DUMPED]
+    dumped = [sample for sample in all_samples if sample[1]["kind"] in (DUMPED, FORK)]
+    others = [sample for sample in all_samples if sample[1]["kind"] not in (DUMPED, FORK)]
     keep_tokens(others, MAX_ALL_TOKENS - keep_tokens(dumped, MAX_ALL_TOKENS))
     lengths = [len(text) for _, sample in all_samples for text in texts_of(sample)]
     page = ""

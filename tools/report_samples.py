@@ -25,6 +25,7 @@ T = TypeVar("T")
 Tokens = dict[str, np.ndarray]
 MIN_FIRST = 8  # samples of a step and kind that are kept before others, so that groups stand whole
 DUMPED = "train, dumped"  # kind of a sample that has the numbers of a dump
+FORK = "train, dumped, fork"  # of a further sequence of an agent's rollout that was not logged
 COLUMNS = ("sampler", "advantage", "gap", "entropy")  # sampler: its log-probability; gap: the trainer's minus that
 FIELDS = """step kind env_name outcome finish_reason row_id index prompt reply expected reward unshaped_reward
 advantage num_gen_tokens weight_version message""".split()
@@ -285,7 +286,7 @@ def dump_lines(file: Path, step: int, notes: list[str]) -> Iterator[dict]:
         texts = record.get("tokens")
         if not are_all(texts, str):
             texts = []
-        record["kind"] = DUMPED
+        record["kind"] = FORK if record.get("is_fork") else DUMPED
         record["prompt"] = record.get("prompt_text")
         record["reply"] = "".join(texts)
         record["num_gen_tokens"] = len(texts) - number_or_0(record.get("num_env_tokens"))

@@ -380,6 +380,9 @@ def test_numbers_of_a_dump_reach_the_calls_of_an_agent(tmp_path):
     found = {node["call"]["number"]: node["tokens"]["entropy"].tolist() for node in sample["tree"]}
     assert found == {0: [10, 9], 2: [7], 1: [6, 5, 4]}
     assert sample["tree"][0]["tokens"]["gap"].tolist() == [0.5, 0.5]
+    alone = report.read_dump(folder, [], [], 9)
+    assert [each["kind"] for each in alone] == ["train, dumped", "train, dumped, fork"]
+    assert np.isnan(alone[0]["tokens"]["entropy"][2]) and alone[1]["tokens"]["entropy"].tolist() == [6, 5, 4]
 
 
 def test_hostile_text_is_data(tmp_path, monkeypatch):
