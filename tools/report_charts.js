@@ -154,7 +154,7 @@ function drawRuns() {
         make('span', { class: 'faint' }, around + (count.length ? `, 95% interval, ${count.at(-1)} problems` : '')));
     });
     const rules = Object.entries(run.held).map(([key, steps]) =>
-      `${last(key)} held at ${steps.length} steps, ${steps[0]} to ${steps.at(-1)} (▼ in the curves): see docs/faq.md`);
+      `${last(key)} held at ${steps.length} steps, ${steps[0]} to ${steps.at(-1)} (▼ in curves): see docs/faq.md`);
     const notes = [...rules, ...run.notes].map(note => make('div', { class: 'bad' }, visible(note)));
     const health = Object.keys(run.series).some(key => key.includes('/health/')) && !rules.length;
     const about = Object.entries(run.about).map(([name, text]) => `${name}: ${visible(text)}`).join(' · ');

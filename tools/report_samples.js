@@ -143,32 +143,54 @@ function drawReader() {
   const reader = $('reader');
   reader.hidden = !sample;
   document.body.classList.toggle('reading', !!sample);
-  markWords([$('list')]);
-  if (!sample) return;
+  if (!sample) {
+    markWords([$('list')]);
+    return;
+  }
   const current = $('list').querySelector('[aria-current]');
   if (current) showInList(current);
   const group = samples.filter(s => s.group === sample.group).sort((a, b) => a.index - b.index);
-  const views = [['reply', 'Reply', true], ['messages', 'Messages', sample.tree.length > 0],
-    ['group', `Group of ${group.length}`, group.length > 1]].filter(([, , has]) => has);
-  const wanted = get('view') || (sample.tree.length ? 'messages' : 'reply');
-  const view = views.some(([name]) => name === wanted) ? wanted : 'reply';
-  const colours = coloursOf((view === 'group' ? group : [sample]).flatMap(tokensIn));
-  const colour = colours.includes(get('colour')) ? get('colour') : get('colour') === 'none' ? '' : colours[0] || '';
-  const draw = { reply: drawReply, messages: drawMessages, group: drawGroup }[view];
-  reader.replaceChildren(
-    make('div', { class: 'bar reader-bar' },
-      makeButton('‹', () => openNeighbour(-1), { 'aria-label': 'previous sample', title: 'previous (k)' }),
-      makeButton('›', () => openNeighbour(1), { 'aria-label': 'next sample', title: 'next (j)' }),
-      views.length > 1 ? choice('view', views, view) : '',
-      makeButton('×', () => open(null), { class: 'close', 'aria-label': 'close', title: 'close (Esc)' })),
-    heading(sample),
-    colours.length ? make('div', { class: 'bar' },
-      choice('colour', [['none', 'plain'], ...colours.map(name => [name, name])], colour || 'none', 'colour tokens by '),
-      colour ? legend(colour) : '') : make('p', { class: 'faint' }, whyPlain(sample)),
-    ...draw(sample, group, colour),
-    colours.length ? make('div', { id: 'numbers', class: 'faint', role: 'status' },
-      'Point at a token, touch it, or walk with ← and →, to read its numbers.') : '');
+  const views = viewsOf(sample, group);
+  const view = views.find(({ name }) => name === get('view')) || views[0];
+  const colours = coloursOf((view.name === 'group' ? group : [sample]).flatMap(tokensIn));
+  const colour = chosenColour(colours);
+  reader.replaceChildren(readerBar(views, view), heading(sample), colourBar(colours, colour, sample),
+    ...view.draw(sample, group, colour));
+  if (colours.length) reader.append(make('div', { id: 'numbers', class: 'faint', role: 'status' },
+    'Point at a token, touch it, or walk with ← and →, to read its numbers.'));
   markWords([$('list'), reader]);
+}
+
+// What can be shown of a sample; the first is shown unless another was chosen.
+function viewsOf(sample, group) {
+  const views = [{ name: 'reply', title: 'Reply', draw: drawReply }];
+  if (sample.tree.length) views.unshift({ name: 'messages', title: 'Messages', draw: drawMessages });
+  if (group.length > 1) views.push({ name: 'group', title: `Group of ${group.length}`, draw: drawGroup });
+  return views;
+}
+
+function chosenColour(colours) {
+  if (get('colour') === 'none') return '';
+  return colours.includes(get('colour')) ? get('colour') : colours[0] || '';
+}
+
+function readerBar(views, view) {
+  return make('div', { class: 'bar reader-bar' },
+    makeButton('‹', () => openNeighbour(-1), { 'aria-label': 'previous sample', title: 'previous (k)' }),
+    makeButton('›', () => openNeighbour(1), { 'aria-label': 'next sample', title: 'next (j)' }),
+    views.length > 1 ? choice('view', views.map(({ name, title }) => [name, title]), view.name) : '',
+    makeButton('×', () => open(null), { class: 'close', 'aria-label': 'close', title: 'close (Esc)' }));
+}
+
+function colourBar(colours, colour, sample) {
+  if (!colours.length) {
+    const isTraining = sample.kind.startsWith('train');
+    return make('p', { class: 'faint' }, isTraining ? 'The first samples of a step have tokens, but not this one.'
+      : 'Samples of a validation have no tokens.');
+  }
+  const options = [['none', 'plain'], ...colours.map(name => [name, name])];
+  return make('div', { class: 'bar' }, choice('colour', options, colour || 'none', 'colour tokens by '),
+    colour ? legend(colour) : '');
 }
 
 // Buttons of which one is pressed: the value of a name in the state.
@@ -180,11 +202,6 @@ function choice(name, options, chosen, label = '') {
   }, { name, value, 'aria-pressed': value === chosen }));
   return make('div', { class: 'choice', role: 'group', 'aria-label': label || name },
     label ? make('span', { class: 'faint' }, label) : '', ...buttons);
-}
-
-function whyPlain(sample) {
-  if (sample.kind.startsWith('train')) return 'This sample has no tokens: the first samples of a step have them.';
-  return 'Samples of a validation have no tokens.';
 }
 
 function heading(sample) {
@@ -216,30 +233,38 @@ function drawReply(sample, group, colour) {
 function drawGroup(sample, group, colour) {
   const counts = new Map();
   for (const each of group) counts.set(each.outcome, (counts.get(each.outcome) || 0) + 1);
+  const outcomes = [...counts].map(([outcome, count]) => `${count} ${visible(outcome)}`);
   const rewards = group.map(each => each.reward).filter(isNumber);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const summary = `mean reward ${short(mean)} · ` + [...counts].map(([outcome, n]) => `${n} ${visible(outcome)}`).join(', ');
   const most = Math.max(...group.map(each => Math.abs(each.advantage) || 0)) || 1;
-  const columns = group.map(each => make('div', { class: each === sample ? 'column open' : 'column' },
-    makeButton('', () => { set('view', each.tree.length ? 'messages' : 'reply'); open(each); },
-      { class: 'column-head', 'aria-label': `open sample ${each.index}` }),
-    tokenText(each.tree.length ? lastReply(each) : each.reply, each.tree.length ? {} : each.tokens, colour)));
-  group.forEach((each, i) => columns[i].firstChild.append(badge(each.outcome),
-    make('span', {}, `reward ${short(each.reward)}`), make('span', { class: 'faint' }, `#${each.index}`),
-    bar(each.advantage, most)));
-  return [promptPart(sample), titled('Samples of this prompt', make('p', { class: 'faint' }, summary),
+  const columns = group.map(each => {
+    const head = makeButton('', () => openAlone(each), { class: 'column-head' });
+    head.append(badge(each.outcome), make('span', {}, `reward ${short(each.reward)}`),
+      make('span', { class: 'faint' }, `#${each.index}`), bar(each.advantage, most));
+    const { text, tokens } = lastReply(each);
+    return make('div', { class: each === sample ? 'column open' : 'column' }, head, tokenText(text, tokens, colour));
+  });
+  return [promptPart(sample), titled('Samples of this prompt',
+    make('p', { class: 'faint' }, `mean reward ${short(mean)} · ${outcomes.join(', ')}`),
     make('div', { class: 'columns' }, ...columns))];
 }
 
-const lastReply = sample => sample.tree.filter(node => node.call).at(-1)?.text || sample.reply;
+function openAlone(sample) {
+  set('view', '');
+  open(sample);
+}
+
+// The reply; of an agent's rollout the last one.
+const lastReply = sample => sample.tree.findLast(node => node.call) || { text: sample.reply, tokens: sample.tokens };
 
 // An advantage as a bar from the middle to the right (above 0) or to the left.
 function bar(value, most) {
   if (!isNumber(value)) return '';
   const share = Math.abs(value) / most * 50;
   const place = value < 0 ? 'right: 50%' : 'left: 50%';
+  const colour = value < 0 ? '--below' : '--above';
   return make('span', { class: 'signed-bar' }, make('span', {}, signed(value)), make('span', { class: 'track' },
-    make('span', { style: `${place}; width: ${share}%; background: var(${value < 0 ? '--below' : '--above'})` })));
+    make('span', { style: `${place}; width: ${share}%; background: var(${colour})` })));
 }
 
 // --------------------------------------------------------------------------------------------- an agent's messages
@@ -263,7 +288,8 @@ function drawMessages(sample, group, colour) {
   });
   const parts = roots.length === 1 ? thread(roots[0], 0) : branches(roots, 0);
   const about = 'Discs: replies of the policy, numbered as they were asked, in the colour of their advantage.';
-  return [titled('Calls', make('p', { class: 'faint' }, about), smallTree(sample, children, roots)), titled('Messages', ...parts)];
+  return [titled('Calls', make('p', { class: 'faint' }, about), smallTree(sample, children, roots)),
+    titled('Messages', ...parts)];
 }
 
 function message(node, i, colour) {
@@ -272,7 +298,7 @@ function message(node, i, colour) {
     `reward ${short(call.reward)}`, `advantage ${signed(call.advantage)}`].filter(Boolean).join(' · ');
   const role = ['system', 'user', 'assistant', 'tool'].includes(node.role) ? node.role : 'other';
   return make('div', { class: `message ${call ? 'policy' : role}`, id: `message-${i}`, tabindex: -1 },
-    make('div', { class: 'faint' }, make('b', {}, call ? 'policy' : visible(node.role)), ' ', facts || ''),
+    make('div', { class: 'faint' }, make('b', {}, call ? 'policy' : visible(node.role)), ' ', visible(facts || '')),
     tokenText(node.text, node.tokens, colour));
 }
 
@@ -317,7 +343,7 @@ function smallTree(sample, children, roots) {
     if (call?.advantage > 0) disc.style.fill = 'var(--above)';
     if (call?.advantage < 0) disc.style.fill = 'var(--below)';
     const go = make('g', { tabindex: 0, role: 'button', 'aria-label': line(name) }, make('title', {}, line(name)), disc,
-      ...(call ? [make('text', { x: x(i), y: y(i) + 3.5, 'text-anchor': 'middle' }, call.number)] : []));
+      ...(call ? [make('text', { x: x(i), y: y(i) + 3.5, 'text-anchor': 'middle' }, visible(call.number))] : []));
     go.onclick = () => {
       const goal = $(`message-${i}`);
       for (let box = goal.closest('details'); box; box = box.parentElement.closest('details')) box.open = true;

@@ -80,7 +80,7 @@ function tokenSpans(text, tokens, name) {
   tokens.lengths.forEach((length, i) => {
     const said = visible(text.slice(end, end += length));
     const value = name ? valueOf(name, tokens, i) : null;
-    const span = make('span', { 'data-i': i, style: paint(name, value) }, said.replace(/^\n+$/, breaks => '↵' + breaks));
+    const span = make('span', { 'data-i': i, style: paint(name, value) }, /^\n+$/.test(said) ? '↵' + said : said);
     if (!isTrained(tokens, i)) span.className = 'untrained';
     spans.push(span);
   });
@@ -103,8 +103,8 @@ function tokenText(text, tokens, name) {
       const value = valueOf(each, tokens, i);
       return value === null ? '' : `${each} ${shownValue(each, value)}`;
     });
-    $('numbers').replaceChildren(`token ${i + 1} of ${tokens.lengths.length} `, make('code', {}, line(span.textContent)), ' ',
-      facts.filter(Boolean).join(' · ') || 'not sampled, or not trained');
+    $('numbers').replaceChildren(`token ${i + 1} of ${tokens.lengths.length} `,
+      make('code', {}, line(span.textContent)), ' ', facts.filter(Boolean).join(' · ') || 'not sampled, or not trained');
   };
   const spanAt = event => event.target.closest('[data-i]');
   pre.onpointermove = pre.onclick = event => spanAt(event) && show(spanAt(event));

@@ -21,7 +21,7 @@ FORMS = {"light": (1280, 860, "light", False, 1), "dark": (1280, 860, "dark", Fa
 FORMS["phone"] = (390, 844, "light", True, 2)
 MIXED = "new Set(samples.filter(o => o.group === s.group).map(o => o.outcome)).size > 1"
 DUMPED = f"samples.find(s => s.kind === 'train, dumped' && s.index === 0 && {MIXED}).key"
-BRANCHED = "samples.findLast(s => s.tree.filter(node => node.call).length > 3 && s.tokens).key"
+BRANCHED = "samples.find(s => s.kind === 'train, dumped' && s.tree.length > 4 && s.advantage !== 0).key"
 # view -> (number of the run, the sample that is open, the rest of the address)
 VIEWS = {
     "top": (0, "", ""),

@@ -139,7 +139,7 @@ def test_a_group_stands_side_by_side(page, file):
     assert tops.count(tops[0]) >= 3
     page.run("document.querySelectorAll('.column-head')[3].click()")
     assert page.run("return samples.find(s => s.key === get('open')).index") == 3
-    assert page.run("return get('view')") == "reply"
+    assert page.run("return document.querySelector('[name=view][aria-pressed=true]').value") == "reply"
 
 
 def test_the_tree_of_an_agent(page, file):
@@ -206,15 +206,14 @@ def test_hostile_text_stays_text(page, tmp_path):
     for number in range(page.run("return samples.length")):
         for view in ("reply", "messages", "group"):
             page.run("set('view', arguments[1]); open(samples[arguments[0]])", number, view)
-            assert page.run("return $('reader').innerText.length") > 50
+            text = page.run("return document.body.innerText + document.body.textContent")
+            assert len(text) > 50 and not any(bad in text for bad in "\u202e\u2066\u2028\0\x1b"), (number, view)
             assert page.run("return document.querySelectorAll('img, iframe, a, script:not(#data)').length") == 1
     assert page.run("return document.title") == "GRPO report"
     page.run("set('view', 'reply'); open(samples.find(s => s.step === 50))")
     text = page.run("return document.querySelector('.tokens').innerText")
     for said in ("</script><img src=x", "⟨U+202E⟩gnp.exe⟨U+202C⟩", "⟨U+0000⟩", "⟨U+2028⟩", "⟨U+D800⟩"):
         assert said in text
-    body = page.run("return document.body.innerText")
-    assert not any(bad in body for bad in "\u202e\u2066\u2028\0\x1b")
     assert page.messages == []
 
 
