@@ -250,6 +250,7 @@ def test_tokens_end_where_their_text_is_cut():
     tokens = {"lengths": np.array([3, 3, 3, 3]), "sampler": np.array([-1.0, -2.0, -3.0, -4.0])}
     assert report.numbers_for_page(tokens, "x" * 12, 12)["lengths"] == [3, 3, 3, 3]
     assert report.numbers_for_page(tokens, "x" * 12, 11) == {"lengths": [3], "sampler": [-1.0]}
+    assert report.numbers_for_page(tokens, "x" * 12, 6)["lengths"] == [3]  # ends where the cut begins
 
 
 def test_tokens_of_some_steps_are_kept_where_not_all_have_room(monkeypatch):
