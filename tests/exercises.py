@@ -41,10 +41,10 @@ def expect(is_right: bool, otherwise: str) -> None:
 def expect_close(found, expected, what: str, tolerance: float = 1e-9) -> None:
     """Numbers, or sequences of numbers, within the tolerance times the largest expected one."""
     found_N = torch.as_tensor(found, dtype=torch.float64).flatten()
-    expected_N = torch.as_tensor(expected, dtype=torch.float64).flatten()
-    limit = tolerance * max(1.0, expected_N.abs().max().item())
-    is_right = found_N.shape == expected_N.shape and bool(((found_N - expected_N).abs() <= limit).all())
-    numbers = [[round(number, 6) for number in numbers_N.tolist()] for numbers_N in (found_N, expected_N)]
+    right_ones = torch.as_tensor(expected, dtype=torch.float64).flatten()
+    limit = tolerance * max(1.0, right_ones.abs().max().item())
+    is_right = found_N.shape == right_ones.shape and bool(((found_N - right_ones).abs() <= limit).all())
+    numbers = [[round(number, 6) for number in numbers_N.tolist()] for numbers_N in (found_N, right_ones)]
     expect(is_right, f"{what}: found {numbers[0]}, expected {numbers[1]}")
 
 
@@ -331,6 +331,7 @@ def check_environment() -> None:
         ("75", "85", 0.5, "wrong"),
         ("5", "85", 0.5, "wrong"),  # the last digit
         ("185", "85", 2 / 3, "wrong"),
+        ("5", "105", 1 / 3, "wrong"),  # no digit is no zero
         ("10", "85", 0.0, "wrong"),
         ("about 85", "85", 0.0, "parse_fail"),
         ("", "85", 0.0, "parse_fail"),
@@ -376,28 +377,32 @@ class Endpoint(BaseHTTPRequestHandler):
         pass
 
 
-def check_columns() -> None:
+def check_nines() -> None:
     try:
-        from examples.agents.columns import solve
+        from examples.agents.nines import solve
     except ImportError as error:
-        raise NotYet(f"from examples.agents.columns import solve: {error}") from error
+        raise NotYet(f"from examples.agents.nines import solve: {error}") from error
     cases = [
-        ("54+18=", "72", {"4+8=": "12", "5+1=": "6"}, {"reward": 1.0, "call_rewards": [1.0, 1.0]}),
-        ("98+29=", "127", {"8+9=": "17", "9+2=": "10"}, {"reward": 0.0, "call_rewards": [1.0, 0.0]}),
-        ("26+24=", "50", {"6+4=": "ten", "2+2=": "4"}, {"reward": 0.0, "call_rewards": [0.0, 1.0]}),
-        ("40+30=", "70", {"0+0=": "0", "4+3=": "7"}, {"reward": 1.0, "call_rewards": [1.0, 1.0]}),
-        ("54+18=", "72", {"4+8=": "2", "5+1=": "7"}, {"reward": 1.0, "call_rewards": [0.0, 0.0]}),
+        ("54+18=", "72", ["72"], {"reward": 1.0, "call_rewards": [1.0]}),
+        ("54+18=", "72", ["62", "72"], {"reward": 1.0, "call_rewards": [0.0, 1.0]}),
+        ("98+29=", "127", ["117", "117"], {"reward": 0.0, "call_rewards": [0.0, 0.0]}),
+        ("26+24=", "50", ["fifty", "50"], {"reward": 1.0, "call_rewards": [0.0, 1.0]}),
+        ("26+24=", "50", ["", "5"], {"reward": 0.0, "call_rewards": [0.0, 0.0]}),
+        ("40+30=", "70", ["61"], {"reward": 0.0, "call_rewards": [0.0]}),  # wrong, but the tool does not see it
     ]
     server = HTTPServer(("127.0.0.1", 0), Endpoint)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         for problem, answer, replies, expected in cases:
-            Endpoint.asked, Endpoint.replies = [], replies
+            a, b = problem.removesuffix("=").split("+")
+            questions = [problem, f"{b}+{a}="][: len(replies)]
+            Endpoint.asked, Endpoint.replies = [], dict(zip(questions, replies, strict=True))
             messages = [{"role": "user", "content": problem}]
             found = solve(base_url=f"http://127.0.0.1:{server.server_port}/v1", messages=messages, answer=answer)
-            asked = [conversation[-1]["content"] for conversation in Endpoint.asked]
-            expect(asked == list(replies), f"{problem}: the policy was asked for {asked}, expected {list(replies)}")
-            expect(found == expected, f"{problem}, replies {[*replies.values()]}: found {found}, expected {expected}")
+            asked = [[message["content"] for message in conversation] for conversation in Endpoint.asked]
+            right_ones = [[question] for question in questions]
+            expect(asked == right_ones, f"{problem}, replies {replies}: asked {asked}, expected {right_ones}")
+            expect(found == expected, f"{problem}, replies {replies}: found {found}, expected {expected}")
     finally:
         server.shutdown()
         server.server_close()
@@ -536,7 +541,7 @@ CHECKS = {
     "kl_by_sample": check_kl_by_sample,
     "optimizer": check_optimizer,
     "sqlite": check_sqlite,
-    "columns": check_columns,
+    "nines": check_nines,
     "gemma": check_gemma,
     "cwm": check_cwm,
 }
