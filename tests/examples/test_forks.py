@@ -103,13 +103,14 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
     assert [file for file in edited if file not in row] == []
 
 
-LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("topr", "use_topr=true")]
+LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("topr", "use_topr=true"), ("kl_by_sample", "kl_by_sample=true")]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "key"), LOSSES)
 def test_the_edited_loss_is_trained(fork, name, key):
-    (off, _), (on, said) = fork(name, [], [f"loss_fn.{key}"])
+    kl = ["loss_fn.reference_policy_kl_penalty=1"]
+    (off, _), (on, said) = fork(name, kl, [*kl, f"loss_fn.{key}"])
     assert "autograd of loss.py" in said
     assert off[0]["train/reward"] == on[0]["train/reward"], "the same first rollout"
     for one, other in zip(off, on, strict=True):
@@ -145,6 +146,23 @@ def test_the_median_is_the_baseline(fork, tmp_path):
 
 
 @pytest.mark.long
+def test_the_best_of_two_is_trained(fork, tmp_path):
+    """A pair is right if one of its samples is: the advantage of a right one is the share of pairs that are not."""
+    ((rows, _),) = fork("pass_at_2", ["grpo.adv_estimator.name=pass_at_2"])
+    for row in rows:
+        groups: dict = {}
+        for sample in samples_of(tmp_path, row["step"]):
+            groups.setdefault(sample["row_id"], []).append(sample["reward"])
+        largest = 0.0
+        for rewards in groups.values():
+            num_wrong = rewards.count(0.0)
+            if num_wrong < len(rewards):
+                largest = max(largest, num_wrong * (num_wrong - 1) / len(rewards) / (len(rewards) - 1))
+        assert row["train/advantages/max"] == pytest.approx(largest) and largest > 0
+        assert row["train/advantages/mean"] == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.long
 def test_the_environment_grades_digits(fork, tmp_path):
     ((rows, _),) = fork("environment", ["data.default.env_name=examples.envs.digits:Digits"])
     assert len(rows) == 2 and any(0 < sample["reward"] < 1 for sample in samples_of(tmp_path, 1))
@@ -167,19 +185,20 @@ def test_the_optimizer_is_saved_and_resumed(fork, tmp_path):
 
 
 @pytest.mark.long
-def test_another_family_is_trained(fork, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "config_class"), [("gemma", "GemmaConfig"), ("cwm", "CwmConfig")])
+def test_another_family_is_trained(fork, tmp_path, monkeypatch, name, config_class):
+    import transformers
     from tiny import FAMILIES, make_tiny
-    from transformers import GemmaConfig
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    monkeypatch.setitem(FAMILIES, "gemma", (GemmaConfig, heads))
-    make_tiny(tmp_path / "gemma", family="gemma")
+    monkeypatch.setitem(FAMILIES, name, (getattr(transformers, config_class), heads))
+    make_tiny(tmp_path / name, family=name)
     settings = ["loss_fn.entropy_coef=0.1", "policy.max_total_sequence_length=48"]  # it gets no reward
-    settings.append(f"policy.model_name={tmp_path}/gemma")
+    settings.append(f"policy.model_name={tmp_path}/{name}")
     command = [sys.executable, "grpo.py", "--check", "configs/smoke.yaml", *settings]
     check = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert check.returncode == 2 and "model_type='gemma'" in check.stderr
-    ((rows, _),) = fork("gemma", settings)
+    assert check.returncode == 2 and f"model_type='{name}'" in check.stderr
+    ((rows, _),) = fork(name, settings)
     assert all(row["train/grad_norm"] > 1e-3 and row["train/logp_gap_max"] <= 1e-4 for row in rows)
 
 
