@@ -23,13 +23,16 @@ MODELS = {  # fields of their config.json
 }
 GPUS = (8, 64, 512)
 GPUS_PER_NODE = 8
-# Speeds in bytes per second, times in seconds; docs/scale.md gives the sources.
-NVLINK = 0.8 * 450e9  # one direction of a GPU
-NICS = {"8 x 400 Gb/s": 0.8 * 8 * 50e9, "1 x 100 Gb/s": 0.8 * 12.5e9}  # of a node
-ETHERNET = 1.25e9  # of a node, for what is in host memory
+# Speeds in bytes per second, times in seconds.
+NVLINK = 0.8 * 450e9  # one direction of a GPU; NVIDIA: an H100 has 900e9 in both
+# Of a node. NVIDIA expects 46e9 to 48e9 of a NIC's 50e9 (nccl-tests#290).
+NICS = {"8 x 400 Gb/s": 0.8 * 8 * 50e9, "1 x 100 Gb/s": 0.8 * 12.5e9}
+ETHERNET = 1.25e9  # of a node, for what is in host memory: 10 Gb/s, assumed
+# NCCL's own model (baseLat, hwLat of src/graph/tuning.cc: ring, simple); TCP in one rack is assumed.
 BASE, NVLINK_HOP, NETWORK_HOP, TCP_HOP = 8.4e-6, 3.4e-6, 14e-6, 25e-6
-FLOPS = 0.35 * 989e12
-SAMPLES, SAMPLE_TOKENS, PACK_TOKENS = 2048, 1024, 8192  # of the step: all samples, tokens of each with its prompt
+FLOPS = 0.35 * 989e12  # of an H100; torchtitan publishes 33 to 39% (Llama-3-8B)
+# Of the step: all samples, tokens of each with its prompt (NeMo RL's benchmark: 64 x 32 of about 800 to 1,020).
+SAMPLES, SAMPLE_TOKENS, PACK_TOKENS = 2048, 1024, 8192
 TOKEN_BYTES = 13  # id 4, log-probability 4, mask 1, version of the weights 4
 SAMPLE_BYTES = 316  # pickled, of a sample of one turn without its tokens, which every rank gets (exchange.py)
 HALF, FULL = 2, 4  # bytes of a number in bfloat16 and float32

@@ -1,7 +1,14 @@
 """The samples of a step on the disk: written before the step trains (`logger.dump_rollouts`), read by replay.py.
 
-`rollouts/step_000012/` in the run folder has samples.jsonl with a line for each sample that the step trains, a
-safetensors file of each rank with the tokens of the samples that it holds, and meta.json as a checkpoint has it.
+`rollouts/step_000012/` in the run folder has
+
+    samples.jsonl          a line for each sample that the step trains, in the step's order; the forks of an agent's
+                           sample follow it, with `is_fork`. Its fields are those of `Sample` and `Grade`, and texts
+    rank_000.safetensors   the tokens of the samples that the rank drew, back to back: sample_S (lines of
+                           samples.jsonl), num_tokens_S, output_ids_T, mask_T (trained or not), sampler_logp_T,
+                           version_T; and logp_T and entropy_T of the trainer before the step, in nats, NaN where
+                           mask_T is False
+    meta.json              as a checkpoint has it: the step, the number of ranks, size and sha256 of each file
 
 Writing is here and not in replay.py because the loop writes, and a replay calls the loop.
 """
