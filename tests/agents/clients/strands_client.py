@@ -2,7 +2,7 @@
 
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
-from strands.types.exceptions import EventLoopException
+from strands.types.exceptions import EventLoopException, MaxTokensReachedException
 
 
 @tool
@@ -20,6 +20,6 @@ def solve(base_url, messages):
     agent = Agent(model=model, tools=[f], callback_handler=None)
     try:
         result = agent(messages[-1]["content"], limits={"turns": 3})
-    except EventLoopException:  # too many calls of the tool, or a reply that was cut
+    except (EventLoopException, MaxTokensReachedException):  # a reply that was cut
         return 0
     return 0.5 + len(str(result)) % 2
