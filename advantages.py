@@ -1,8 +1,8 @@
 """Rewards -> advantages: scaling and shaping, the overlong filter, then the estimator that the config names.
 
 A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this order. All tokens of a sample, or of a
-turn, share an advantage. All statistics are over the whole step, on any number of ranks. docs/details.md has the source
-of each choice, and what other systems do.
+turn, share an advantage. All statistics are over the whole step, on any number of ranks. docs/details.md has what
+other systems do.
 
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample.
 """

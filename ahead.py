@@ -3,7 +3,7 @@
 When a batch starts, it gets the step that trains it, and keeps it however long its replies take: short replies never
 overtake a long one, so long replies are trained as often as they are sampled. Dynamic sampling may train a batch
 earlier, never later, so no reply is older than max_age steps. A step waits for its own batch only; later batches stay
-in the engine, which goes on with them after each weight sync. docs/async.md compares this with other systems.
+in the engine, which goes on with them after each weight sync. docs/async.md says when it pays, and what is exact.
 
 In examples/naive.py this is `attempts = [attempt(row, SAMPLES, generator) for row in draw.sample(rows, PROMPTS)]`,
 in the step that trains them.

@@ -9,7 +9,7 @@ metrics: sums and counts of (sum, count) pairs add up and are divided once, at t
 takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py). All packs give
 metrics of the same names, whatever their tokens.
 
-Nothing in this file waits for the GPU. docs/details.md has the source of each choice, and what other systems do.
+Nothing in this file waits for the GPU. docs/details.md has what other systems do.
 """
 
 import math
