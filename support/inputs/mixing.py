@@ -7,8 +7,8 @@ The user's sampler, data.custom_dataloader, is called once per draw with keyword
     set, for its next problem, or (name, index of a problem).
 sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
 them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
-dict of JSON values that the sampler may change and that checkpoints keep. The sampler must depend on nothing else. `--check` and the
-start of a run call it once, with an empty memory.
+dict of JSON values that the sampler may change and that checkpoints keep. The sampler must depend on nothing else.
+`--check` and the start of a run call it once, with an empty memory.
 """
 
 import copy
