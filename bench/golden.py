@@ -230,8 +230,9 @@ def run(words: list[str], recording: Path | None, out: Path, rank: int) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_gradients(out, rank, recording))
         patched = recorder(engine.Engine, out, rank, recording)
+        engine_class = engine.Engine  # of which the first patch leaves no name
         for module in list(sys.modules.values()):
-            if vars(module).get("Engine") is engine.Engine:
+            if vars(module).get("Engine") is engine_class:
                 stack.enter_context(mock.patch.object(module, "Engine", patched))
         if recording:
             stack.enter_context(mock.patch.object(engine, "LLM", replayer(recording)))
