@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 RECORDING = ROOT / "bench" / "results" / "timeline_2026-11-28.json"
-NUM_STEPS = 40
+NUM_STEPS = 30
 SETTINGS = (
     *("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", f"grpo.max_num_steps={NUM_STEPS}"),
     *("grpo.canary_period=0", "checkpointing.enabled=false", "checkpointing.save_hf_at_end=false"),
@@ -287,9 +287,8 @@ def draw(recorded: dict, plan, dark: bool) -> str:
             for number, (name, size) in enumerate(sizes.items()):
                 picture.text(x + 6, begin + 15 + 15 * number, f"{name} {size:.1f}", 12)
     bottom = max(y_of(end), lowest) + 26
-    picture.text(
-        14, bottom - 8, f"Step {recorded['step']} of a run on 2 CPU cores. CUDA and NCCL: 2.5 GiB more.", 11.5, "dim"
-    )
+    said = f"Step {recorded['step']} of a run on 2 CPU cores, beside other work. CUDA and NCCL: 2.5 GiB more."
+    picture.text(14, bottom - 8, said, 11.5, "dim")
     return picture.svg(bottom + 4)
 
 
