@@ -4,6 +4,8 @@
 .venv/bin/python -m tests.exercises             all of them, a line each
 """
 
+import asyncio
+import inspect
 import json
 import math
 import os
@@ -224,7 +226,14 @@ def expect_name(name: str) -> None:
 
 
 def check_median() -> None:
-    from statistics import median
+    from statistics import median, stdev
+
+    def normalized(reward: float, others: list[float], group: list[float]) -> float:
+        """By the default keys: `grpo.reward_std=baseline`, and a floor of 0.05 of the range."""
+        std = stdev(others) if len(others) > 1 else 0.0
+        if std == 0:
+            return reward - median(others)
+        return (reward - median(others)) / (max(std, 0.05 * (max(group) - min(group))) + 1e-6)
 
     expect_name("median")
     plain = {"normalize_rewards": False}
@@ -235,6 +244,10 @@ def check_median() -> None:
     of_others = advantages("median", use_leave_one_out_baseline=True, **plain)
     expected = of_each_group(lambda r, others, _: r - median(others))
     expect_close(of_others, expected, "with use_leave_one_out_baseline=true, reward - median of the others")
+    expected = of_each_group(normalized)
+    expect_close(
+        advantages("median"), expected, "with the default keys, divided by the standard deviation of the others"
+    )
     mean = advantages("grpo", use_leave_one_out_baseline=False, **plain)
     expected = of_each_group(lambda r, _, group: r - sum(group) / len(group))
     expect_close(mean, expected, "grpo, which must be as before")
@@ -399,10 +412,13 @@ def check_nines() -> None:
             Endpoint.asked, Endpoint.replies = [], dict(zip(questions, replies, strict=True))
             messages = [{"role": "user", "content": problem}]
             found = solve(base_url=f"http://127.0.0.1:{server.server_port}/v1", messages=messages, answer=answer)
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
             asked = [[message["content"] for message in conversation] for conversation in Endpoint.asked]
             right_ones = [[question] for question in questions]
             expect(asked == right_ones, f"{problem}, replies {replies}: asked {asked}, expected {right_ones}")
-            expect(found == expected, f"{problem}, replies {replies}: found {found}, expected {expected}")
+            is_right = all(found[key] == value for key, value in expected.items())
+            expect(is_right, f"{problem}, replies {replies}: found {found}, expected {expected}")
     finally:
         server.shutdown()
         server.server_close()
