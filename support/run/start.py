@@ -30,7 +30,7 @@ from support.check.preflight import data_lines, memory_plan, notes
 from support.check.rules import must_save_by_seconds
 from support.hf.weights import full_shapes
 from support.inputs import reader
-from support.inputs.model_config import NativeConfig
+from support.inputs.model_config import ModelConfig, NativeConfig
 from support.inputs.resume import checkpoint_folder
 from support.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
 from support.run import checkpoint
@@ -53,6 +53,8 @@ from support.system.ranks import (
     start_process_group,
 )
 from support.system.watchdog import Watchdog
+
+CPU_EXPERTS_MULTIPLE = 32  # CPUUnquantizedExperts.output_alignment of vllm/.../fused_moe/experts/cpu_moe.py
 
 
 @dataclass(slots=True)
@@ -427,6 +429,7 @@ def build_sampler(
     def should_stop() -> bool:
         return ranks.any_rank_of_engine(stop())
 
+    check_experts(inputs.model_config, device.type)
     reward_model = RewardModel(*inputs.reward_model, cfg, device) if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
@@ -445,6 +448,14 @@ def build_sampler(
     may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
     kind = AheadSampler if may_start_early else Sampler
     return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, stop=stop)
+
+
+def check_experts(model: ModelConfig, device_type: str) -> None:
+    """ConfigError for experts of a size that vLLM does not compute on "cpu"; it pads their inner size."""
+    width = model.hidden_size
+    if device_type == "cpu" and model.num_experts and width % CPU_EXPERTS_MULTIPLE:
+        problem = f"hidden_size={width}: on a CPU vLLM computes experts of multiples of {CPU_EXPERTS_MULTIPLE}"
+        raise ConfigError(f"policy.model_name: {problem}: use another model, or a GPU")
 
 
 def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:

@@ -4,12 +4,13 @@ of its own."""
 import pytest
 import torch
 import torch.distributed as dist
-from families import make_family
+from families import hf_config, make_family
 from ranks import ranks
 from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
+from config import ConfigError
 from engine import Engine, SamplingOptions
 from head import HeadOptions, response_logps
 from model import load_policy
@@ -17,7 +18,9 @@ from pack import pack_samples, to_device
 from records import Sample
 from support.hf.weights import full_tensors, local_shard, sharded_parameters
 from support.inputs.families import FAMILIES, NATIVE
+from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
+from support.run.start import check_experts
 from support.system.ranks import start_process_group
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
@@ -130,6 +133,15 @@ def test_every_parameter_of_transformers_blocks_reaches_the_engine(family, tmp_p
     assert gaps.pop("start")[1] <= 1e-4
     assert {name for name, (stale, _) in gaps.items() if stale <= 1e-3 and not name.endswith(UNSEEN)} == set()
     assert {name: fresh for name, (_, fresh) in gaps.items() if fresh > 1e-4} == {}
+
+
+def test_experts_that_vllm_does_not_compute_on_a_cpu():
+    config = ModelConfig.from_hf(hf_config("qwen3_moe", hidden_size=72).to_dict())
+    with pytest.raises(ConfigError, match=r"policy\.model_name: hidden_size=72: .* multiples of 32: use another"):
+        check_experts(config, "cpu")
+    check_experts(config, "cuda")
+    check_experts(ModelConfig.from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
+    check_experts(ModelConfig.from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
 
 
 @pytest.mark.long
