@@ -89,7 +89,7 @@ def test_an_option_works(option, model, tmp_path):
 
 
 def test_a_saved_step_is_replayed_to_the_bit(model, tmp_path):
-    options = ["logger.dump_rollouts=3", "checkpointing.save_period=1", "checkpointing.keep_latest=9"]
+    options = ["logger.dump_rollouts=1", "checkpointing.save_period=1", "checkpointing.keep_latest=9"]
     folder = run_to_the_end(tmp_path, 3, model, *options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "replay.py"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "helpers")}

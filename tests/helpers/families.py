@@ -66,6 +66,7 @@ OF_FAMILY = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
+        "routed_scaling_factor": 2.5,
     },
 }
 
