@@ -86,8 +86,8 @@ function item(sample) {
   if (sample.key === get('open')) button.setAttribute('aria-current', 'true');
   button.append(
     make('div', { class: 'faint one-line' }, badge(sample.outcome), facts.filter(Boolean).join(' · ')),
-    make('div', { class: 'one-line text' }, make('span', { class: 'faint' }, line(ending(sample.prompt)), ' → '),
-      line(excerpt(sample.reply))));
+    make('div', { class: 'one-line text' }, make('span', { class: 'faint' }, line(ending(firstAsked(sample))), ' → '),
+      line(excerpt(lastReply(sample).text))));
   return button;
 }
 
@@ -223,10 +223,10 @@ function heading(sample) {
 }
 
 const titled = (title, ...children) => make('section', { class: 'part' }, make('h4', {}, title), ...children);
-const promptPart = sample => titled('Prompt', make('pre', { class: 'prompt', tabindex: 0 }, visible(sample.prompt)));
+const promptPart = text => titled('Prompt', make('pre', { class: 'prompt', tabindex: 0 }, visible(text)));
 
 function drawReply(sample, group, colour) {
-  return [promptPart(sample), titled('Reply', tokenText(sample.reply, sample.tokens, colour))];
+  return [promptPart(sample.prompt), titled('Reply', tokenText(sample.reply, sample.tokens, colour))];
 }
 
 // A group's samples side by side, under their prompt.
@@ -242,11 +242,19 @@ function drawGroup(sample, group, colour) {
     head.append(badge(each.outcome), make('span', {}, `reward ${short(each.reward)}`),
       make('span', { class: 'faint' }, `#${each.index}`), bar(each.advantage, most));
     const { text, tokens } = lastReply(each);
-    return make('div', { class: each === sample ? 'column open' : 'column' }, head, tokenText(text, tokens, colour));
+    return make('div', { class: each === sample ? 'column open' : 'column' }, head,
+      each.tree.length ? smallTree(each.tree, () => openAlone(each)) : '', tokenText(text, tokens, colour));
   });
-  return [promptPart(sample), titled('Samples of this prompt',
+  return [promptPart(firstAsked(sample)), titled('Samples of this prompt',
     make('p', { class: 'faint' }, `mean reward ${short(mean)} · ${outcomes.join(', ')}`),
     make('div', { class: 'columns' }, ...columns))];
+}
+
+// The prompt; of an agent's rollout, whose sequences have prompts of their own, the messages before the first reply.
+function firstAsked({ tree, prompt }) {
+  const first = tree.findIndex(node => node.call);
+  if (first < 0) return prompt;
+  return tree.slice(0, first).map(node => `${node.role}: ${node.text}`).join('\n');
 }
 
 function openAlone(sample) {
@@ -254,8 +262,11 @@ function openAlone(sample) {
   open(sample);
 }
 
-// The reply; of an agent's rollout the last one.
-const lastReply = sample => sample.tree.findLast(node => node.call) || { text: sample.reply, tokens: sample.tokens };
+// The reply; of an agent's rollout the one that was asked last.
+function lastReply(sample) {
+  const replies = sample.tree.filter(node => node.call).sort((a, b) => a.call.number - b.call.number);
+  return replies.at(-1) || { text: sample.reply, tokens: sample.tokens };
+}
 
 // An advantage as a bar from the middle to the right (above 0) or to the left.
 function bar(value, most) {
@@ -271,8 +282,7 @@ function bar(value, most) {
 
 // The messages of a rollout: what follows one another in one column, and each branch in a frame of its own.
 function drawMessages(sample, group, colour) {
-  const children = sample.tree.map(() => []), roots = [];
-  sample.tree.forEach((node, i) => (node.parent < 0 ? roots : children[node.parent]).push(i));
+  const { roots, children } = branchesOf(sample.tree);
   const thread = (first, depth) => {
     const parts = [];
     for (let i = first; ; i = children[i][0]) {
@@ -288,8 +298,22 @@ function drawMessages(sample, group, colour) {
   });
   const parts = roots.length === 1 ? thread(roots[0], 0) : branches(roots, 0);
   const about = 'Discs: replies of the policy, numbered as they were asked, in the colour of their advantage.';
-  return [titled('Calls', make('p', { class: 'faint' }, about), smallTree(sample, children, roots)),
+  return [titled('Calls', make('p', { class: 'faint' }, about), smallTree(sample.tree, goTo)),
     titled('Messages', ...parts)];
+}
+
+// Places of the messages that begin a conversation, and of those that follow each message.
+function branchesOf(tree) {
+  const roots = [], children = tree.map(() => []);
+  tree.forEach((node, i) => (node.parent < 0 ? roots : children[node.parent]).push(i));
+  return { roots, children };
+}
+
+function goTo(i) {
+  const goal = $(`message-${i}`);
+  for (let box = goal.closest('details'); box; box = box.parentElement.closest('details')) box.open = true;
+  goal.scrollIntoView({ block: 'center' });
+  goal.focus({ preventScroll: true });
 }
 
 function message(node, i, colour) {
@@ -303,9 +327,9 @@ function message(node, i, colour) {
 }
 
 // The tree, drawn small from left to right: a disc for each reply of the policy, with its advantage's colour, a ring
-// for any other message. A press on one goes to its message.
-function smallTree(sample, children, roots) {
-  const tree = sample.tree;
+// for any other message. pick: what a press on one does.
+function smallTree(tree, pick) {
+  const { roots, children } = branchesOf(tree);
   const rows = tree.map(() => 0), columns = tree.map(() => 0), leaves = tree.map(() => 0);
   for (let i = tree.length - 1; i >= 0; i--) {  // a message stands behind the one before it
     leaves[i] ||= 1;
@@ -344,12 +368,7 @@ function smallTree(sample, children, roots) {
     if (call?.advantage < 0) disc.style.fill = 'var(--below)';
     const go = make('g', { tabindex: 0, role: 'button', 'aria-label': line(name) }, make('title', {}, line(name)), disc,
       ...(call ? [make('text', { x: x(i), y: y(i) + 3.5, 'text-anchor': 'middle' }, visible(call.number))] : []));
-    go.onclick = () => {
-      const goal = $(`message-${i}`);
-      for (let box = goal.closest('details'); box; box = box.parentElement.closest('details')) box.open = true;
-      goal.scrollIntoView({ block: 'center' });
-      goal.focus({ preventScroll: true });
-    };
+    go.onclick = () => pick(i);
     go.onkeydown = event => {
       if (event.key !== 'Enter' && event.key !== ' ') return;
       event.preventDefault();

@@ -6,7 +6,6 @@ A sample is what samples.jsonl has of it (support/run/log.py), and in a dumped s
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -182,31 +181,36 @@ def utf16_length(text: str) -> int:
 def tree_of(rows: Any) -> list[dict]:
     """The messages of a rollout, each once: parent (the place of the message before it; -1: none), role, text. Two
     sequences that begin alike part where they differ. A reply of the policy also has the numbers of its call; its text
-    is what was sampled."""
+    is what was sampled. In the order of the calls, so a history tells only of replies that are there."""
     nodes: list[dict] = []
-    places: dict[tuple, list[int]] = defaultdict(list)  # (parent, role, what it says) -> its messages
+    places: dict[tuple, int] = {}  # (parent, role, what it says) -> place; of equal replies the first
 
-    def place_of(parent: int, message: dict, is_reply: bool) -> int:
-        role = str(message.get("role"))
+    def add(parent: int, message: dict) -> int:
         said = message_text(message)
-        known = places[parent, role, said.strip()]
-        for place in known:
-            if not is_reply or "call" not in nodes[place]:  # a history may tell of a reply before its call does
-                return place
         text = said
         if message.get("reasoning_content"):
             text = f"{message['reasoning_content']}\n\n{said}"
+        role = str(message.get("role"))
+        place = len(nodes)
         nodes.append({"parent": parent, "role": role, "text": text, "tokens": {}})
-        known.append(len(nodes) - 1)
-        return known[-1]
+        places.setdefault((parent, role, said.strip()), place)
+        return place
 
-    for row in entries_of(rows, list):
+    def find_or_add(parent: int, message: dict) -> int:
+        place = places.get((parent, str(message.get("role")), message_text(message).strip()))
+        if place is None:
+            return add(parent, message)
+        return place
+
+    sequences = [entries_of(row, dict) for row in entries_of(rows, list)]
+    sequences = [calls for calls in sequences if calls]
+    for calls in sorted(sequences, key=lambda calls: number_or_0(calls[0].get("number"))):
         parent = -1
-        for call in entries_of(row, dict):
+        for call in calls:
             for message in entries_of(call.get("messages"), dict):
-                parent = place_of(parent, message, is_reply=False)
+                parent = find_or_add(parent, message)
             if isinstance(call.get("reply"), dict):
-                parent = place_of(parent, call["reply"], is_reply=True)
+                parent = add(parent, call["reply"])
                 add_call(nodes[parent], call)
     return nodes
 

@@ -326,8 +326,8 @@ def test_the_messages_of_an_agent_are_a_tree(tmp_path, monkeypatch):
     assert judge["call"]["is_trained"] is False and "call" not in tree[1]
 
 
-def test_replies_that_say_the_same_are_two_and_a_history_may_come_first():
-    """n=2 with equal texts; a row that tells of a reply, with space around it, before the row that has its call."""
+def test_replies_that_say_the_same_are_two_and_the_first_is_continued():
+    """n=2 with equal texts; a sequence that tells of them, with space around them, stands before theirs."""
     question = {"role": "user", "content": "1+1"}
     reply = {"role": "assistant", "content": "2"}
     calls = [{"number": n, "messages": [question], "reply": reply} for n in (0, 1)]
@@ -337,15 +337,10 @@ def test_replies_that_say_the_same_are_two_and_a_history_may_come_first():
         {"role": "user", "content": [{"text": "a"}, {"text": "b"}]},
     ]
     third = {"number": 2, "messages": told, "reply": reply | {"reasoning_content": "hm"}}
-    tree = report_samples.tree_of([[third], [calls[0]], [calls[1]]])
-    assert [(node["parent"], node.get("call", {}).get("number")) for node in tree] == [
-        (-1, None),
-        (0, 0),
-        (1, None),
-        (2, 2),
-        (0, 1),
-    ]
-    assert tree[2]["text"] == "a\nb" and tree[3]["text"] == "hm\n\n2"
+    tree = report_samples.tree_of([[third], [calls[1]], [calls[0]]])
+    found = [(node["parent"], node.get("call", {}).get("number")) for node in tree]
+    assert found == [(-1, None), (0, 0), (0, 1), (1, None), (3, 2)]
+    assert tree[3]["text"] == "a\nb" and tree[4]["text"] == "hm\n\n2"
 
 
 def test_calls_of_any_type_are_passed_over():

@@ -158,6 +158,21 @@ def test_the_tree_of_an_agent(page, file):
     assert page.run("return document.activeElement.checkVisibility()")
 
 
+def test_a_group_of_agents_has_their_trees(page, tmp_path):
+    """Under what was asked first; a press on a tree opens its sample."""
+    agent = {"step": 1, "kind": "train", "prompt": "judge", "reply": "85", "row_id": 9, "rows": branching_rows()}
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(agent | {"index": i}) + "\n" for i in range(3)))
+    write_page(tmp_path)
+    page.show_as(*FORMS["light"])
+    page.open(tmp_path / "report.html")
+    page.open(tmp_path / "report.html", f"open={key_of(page, 's.index === 0')}&view=group")
+    assert page.run("return document.querySelector('.prompt').textContent").startswith("system: You add numbers.")
+    assert page.run("return document.querySelectorAll('.column .map').length") == 3
+    page.run("document.querySelectorAll('.column .map')[2].querySelector('g').onclick()")
+    assert page.run("return samples.find(s => s.key === get('open')).index") == 2
+    assert page.run("return !!document.getElementById('message-0')")
+
+
 def test_filters_search_and_keys(page, file):
     page.show_as(*FORMS["light"])
     page.open(file)
