@@ -384,7 +384,7 @@ def _likeliest(flat) -> list[dict[int, float]]:
 
 def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:
     """Names of the engine's parameters as checkpoints have them: for the experts of a layer, which are a few tensors in
-    the engine, the three matrices of each expert."""
+    the engine, those of the checkpoint, such as three matrices of each expert."""
     experts = model.family.experts
     stored_of = {each.engine: each.stored for each in experts.renamed} if experts else {}
     found = set()
