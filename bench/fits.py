@@ -1,5 +1,5 @@
 """What fits into which GPUs, with which keys, by the memory plan; and the seconds of a step, computed, not measured
-(support/check/step_time.py). Prints the tables of docs/gpus.md.
+(support/check/step_time.py). Prints the table of docs/gpus.md, and that of bench/results/step_time.md.
 
     .venv/bin/python -m bench.fits
 """
@@ -101,14 +101,15 @@ def published() -> Iterator[tuple[str, str, float, float]]:
     for part, seconds in (("generate", 10.9), ("score", 1.43), ("train", 4.12)):  # medians of gpu_2026-11-28
         yield "here, vLLM 0.24, Qwen2.5-1.5B, 1 H200", part, seconds, here[part]
     nemo = replace(base_plan("Llama-3.1-8B", 8, 80, GPUS[80]), vocab=128_256)
-    for title, response, parts in (
-        ("NeMo RL 0.3, FSDP2, Llama-3.1-8B, 8 H100", 777, (57, 19, 38, 4)),
-        ("the same, rerun by SB Intuitions", 802, (55, 19, 40, 6)),
+    for title, response, parts, whole in (
+        ("NeMo RL 0.3, FSDP2, Llama-3.1-8B, 8 H100", 777, (57, 19, 38, 4), 122),
+        ("the same, rerun by SB Intuitions", 802, (55, 19, 40, 6), 129),
     ):
         step = Step(2048, 120, response, 4096, scorings=2, group=32, shared=False)
         computed = phase_seconds(nemo, GPUS[80], step)
-        yield from ((title, part, theirs, computed[part]) for part, theirs in zip(computed, parts, strict=True))
-        yield title, "step", {777: 122, 802: 129}[response], sum(computed.values())
+        for part, theirs in zip(computed, parts, strict=True):
+            yield title, part, theirs, computed[part]
+        yield title, "step", whole, sum(computed.values())
     sixteen = replace(memory_fit.changed(nemo, {"cluster.num_nodes": 2}), num_gpus=16)
     step = Step(2048, 120, 1019 - 120, 4096, scorings=2, group=32, shared=False)
     yield (
@@ -135,14 +136,20 @@ def table(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines]) + "\n"
 
 
-def page() -> str:
-    fits = table(["model", "GiB", *(f"{n} GPU{'s' * (n > 1)}" for n in COUNTS)], [*rows()])
-    errors = [
-        [run, part, f"{theirs:.3g}", f"{ours:.2g}" if ours < 10 else f"{ours:.0f}", f"{ours / theirs - 1:+.0%}"]
-        for run, part, theirs, ours in published()
-    ]
-    return fits + "\n" + table(["run", "part", "seconds", "computed", "error"], errors)
+def fits() -> str:
+    """The table of docs/gpus.md."""
+    return table(["model", "GiB", "1 GPU", "2 GPUs", "4 GPUs", "8 GPUs"], [*rows()])
+
+
+def errors() -> str:
+    """The table of bench/results/step_time.md."""
+    lines = []
+    for run, part, theirs, ours in published():
+        computed = f"{ours:.2g}" if ours < 10 else f"{ours:.0f}"
+        lines.append([run, part, f"{theirs:.3g}", computed, f"{ours / theirs - 1:+.0%}"])
+    return table(["run", "part", "seconds", "computed", "error"], lines)
 
 
 if __name__ == "__main__":
-    print(page())
+    print(fits())
+    print(errors())

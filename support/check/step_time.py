@@ -1,5 +1,6 @@
 """The seconds of a step, and the bytes of its checkpoints, before a run: computed from counted FLOPs and bytes and from
-the speeds of data sheets, not measured. Without torch. docs/gpus.md compares them with published steps."""
+the speeds of data sheets, not measured. Without torch. bench/results/step_time.md compares them with published
+steps."""
 
 import math
 from dataclasses import dataclass
