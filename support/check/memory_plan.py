@@ -195,10 +195,9 @@ class Plan:
 
     @property
     def norm_bytes(self) -> int:
-        """Bytes of each element that a norm keeps for its backward: its input in float32, and for the gradient of its
-        weight the normalized input. A LayerNorm computes that again."""
-        is_layer_norm = self.model.family.norm_bias is not None
-        return 4 if self.lora or is_layer_norm else 8
+        """Bytes of each element that a norm keeps for its backward, without what LoRA's frozen weights do not need."""
+        tensors = self.model.family.norm_tensors
+        return 4 * (max(1, tensors - 1) if self.lora else tensors)
 
     @cached_property
     def block_activations(self) -> float:
@@ -223,10 +222,13 @@ class Plan:
             norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
             return norms + attention + 3 * c * m.intermediate_size
         norms = self.norm_bytes * (len(m.family.norms) * m.hidden_size + (queries + keys) * has_qk_norm)
-        attention += c * m.hidden_size  # its input
+        attention += c * m.hidden_size  # its input, which is also the MLP's where a block has a single norm
         if m.num_experts == 0:
             tensors = 2 if m.family.mlp == "plain" else 4
-            return norms + attention + c * (m.hidden_size + tensors * m.intermediate_size)
+            mlp = c * tensors * m.intermediate_size
+            if len(m.family.norms) > 1:
+                mlp += c * m.hidden_size
+            return norms + attention + mlp
         experts = c * m.experts_per_token * (2 * m.hidden_size + 4 * m.expert_size)
         router = 4 * m.num_experts + INDICES * m.experts_per_token
         shared = c * (m.hidden_size + 4 * m.shared_expert_size) if m.shared_expert_size else 0

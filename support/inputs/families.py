@@ -123,12 +123,14 @@ class Windows:
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
-    head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads.
+    head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads. norm_tensors: how many
+    float32 tensors, each as large as its input, a norm keeps for its backward; the last is for its weight's gradient.
     """
 
     architecture: str
     norms: tuple[str, ...] = PRE_NORM
     norm_bias: Switch | None = None
+    norm_tensors: int = 2
     qkv: Literal["apart", "fused"] = "apart"
     qkv_bias: Switch | None = None
     o_bias: Switch | None = None
@@ -209,6 +211,7 @@ FAMILIES = {
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
         norm_bias=ALWAYS,
+        norm_tensors=1,
         qkv_bias=Switch("use_bias", True),
         o_bias=Switch("use_bias", True),
         mlp="plain",
@@ -248,6 +251,7 @@ FAMILIES = {
     "cohere2": Family(
         architecture="Cohere2ForCausalLM",
         norms=("input_layernorm",),
+        norm_tensors=3,
         is_tied=True,
         windows=Windows(size=4096, full_every=4),
     ),
