@@ -386,7 +386,9 @@ def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[
     """Names of the engine's parameters as checkpoints have them: for the experts of a layer, which are a few tensors in
     the engine, those of the checkpoint, such as three matrices of each expert."""
     experts = model.family.experts
-    stored_of = {each.engine: each.stored for each in experts.renamed} if experts else {}
+    stored_of = {}
+    if experts:
+        stored_of = {names.engine: names.stored for names in experts.renamed}
     found = set()
     blocks_with_experts = set()
     for name in names:

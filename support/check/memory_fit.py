@@ -26,7 +26,8 @@ def table(plan: Plan) -> str:
     packs = f"packs of {plan.tokens:,} tokens"
     if plan.chooses_packs and plan.gpu_bytes is None:
         packs += " (chosen at the start, more where a GPU has room)"
-    lines = [f"memory     GiB on each of {plan.num_gpus} GPUs{limit}, {packs}"]
+    gpus = "the GPU" if plan.num_gpus == 1 else f"each of {plan.num_gpus} GPUs"
+    lines = [f"memory     GiB on {gpus}{limit}, {packs}"]
     for phase, (moment, items) in plan.phases.items():
         where = f" at {moment}" if moment else ""
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{where}: {listed(items)}")

@@ -135,7 +135,7 @@ def test_a_user_says_what_the_gpu_has(given, code, program, main, monkeypatch, c
     monkeypatch.setattr(start, "load_policy", fail)  # what comes after the plan
     ended, report = main(f"--gpu_memory={given}", "policy.generation.vllm_cfg.kvcache_gib=1", program=program)
     assert ended == report["code"] == code, report
-    assert f"memory     GiB on each of 1 GPUs with {given if code == 2 else 900}, " in capfd.readouterr().out
+    assert f"memory     GiB on the GPU with {given if code == 2 else 900}, " in capfd.readouterr().out
     assert (code == 2) == report["reason"].endswith(KNOWS_BETTER)
 
 
