@@ -40,19 +40,48 @@ def expect(is_right: bool, otherwise: str) -> None:
         raise NotYet(otherwise)
 
 
-def expect_close(found, expected, what: str, tolerance: float = 1e-9) -> None:
-    """Numbers, or sequences of numbers, within the tolerance times the largest expected one."""
+def expect_close(found, expected, what: str, tolerance: float = 1e-9, case: str = "") -> None:
+    """Numbers, or sequences of numbers, within the tolerance times the largest expected one. case ends the message: the
+    numbers that they come from."""
     found_N = torch.as_tensor(found, dtype=torch.float64).flatten()
     right_ones = torch.as_tensor(expected, dtype=torch.float64).flatten()
     limit = tolerance * max(1.0, right_ones.abs().max().item())
     is_right = found_N.shape == right_ones.shape and bool(((found_N - right_ones).abs() <= limit).all())
     numbers = [[round(number, 6) for number in numbers_N.tolist()] for numbers_N in (found_N, right_ones)]
-    expect(is_right, f"{what}: found {numbers[0]}, expected {numbers[1]}")
+    expect(is_right, f"{what}: found {numbers[0]}, expected {numbers[1]}{case}")
 
 
 def expect_key(section: type, name: str) -> None:
     names = [key.name for key in fields(section)]
     expect(name in names, f"config.py, {section.__name__}: there is no key {name}")
+
+
+def expect_value(section: type, name: str, value: str) -> None:
+    values = section.__annotations__[name].__args__
+    expect(value in values, f'config.py, {section.__name__}: {name} has no value "{value}"')
+
+
+RULES = "support/check/contradictions.py"
+
+
+def said_of(*settings: str) -> list[str]:
+    """What the rules refuse of the smoke run with these settings, words of a command."""
+    from support.check.contradictions import contradictions
+    from support.inputs.reader import load
+
+    return list(contradictions(load(str(ROOT / "configs" / "smoke.yaml"), list(settings))))
+
+
+def expect_refused(setting: str, ignored: str) -> None:
+    """With the first setting nothing reads the key of the second, so a rule must name it."""
+    key = ignored.partition("=")[0]
+    is_named = any(f"{key}=" in problem for problem in said_of(setting, ignored))
+    expect(is_named, f"{RULES}: with {setting}, nothing reads {key}; no rule refuses {ignored}")
+
+
+def expect_accepted(setting: str, read: str) -> None:
+    problems = said_of(setting, read)
+    expect(problems == [], f"{RULES}: {setting} with {read} must be accepted: {'; '.join(problems)}")
 
 
 # ------------------------------------------------------------------------------------------------------------- the loss
@@ -69,6 +98,25 @@ NUM_TOKENS, NUM_SAMPLES = 7, 3
 TRAINED = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]  # pack, token
 OF_SAMPLE = [1, 3, 3, 3, 3, 3, 3]  # for each of them the trained tokens of its sample
 NUMBERS = {"reference_policy_kl_penalty": 0.0}
+ARGUMENTS = {
+    "adv_R": ADV,
+    "old_logp_R": OLD,
+    "logp_R": LOGP,
+    "ref_logp_R": REFERENCE,
+    "mask_R": IS_TRAINED,
+    "seq_R": SEQUENCE,
+    "share_R": SHARE,
+}
+
+
+def packs(*names: str) -> str:
+    """These arguments of both packs, a line each, so that the reader of a message can work out its number by hand."""
+    text = f"\n  num_valid_tokens={NUM_TOKENS}, num_valid_seqs={NUM_SAMPLES} (samples)"
+    for pack in range(2):
+        for name in names:
+            numbers = ", ".join(f"{number:.4g}" for number in ARGUMENTS[name][pack])
+            text += f"\n  pack {pack + 1}, {name}: {numbers}"
+    return text
 
 
 def losses(cfg: LossConfig, **more) -> tuple[float, list[float], dict]:
@@ -110,12 +158,19 @@ def log_ratios() -> list[float]:
     return [logp - old for logp, old in zip(per_token(LOGP), per_token(OLD), strict=True)]
 
 
-def expect_metric(sums: dict, name: str, expected: float, file: str) -> None:
+def is_scalar(value) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def expect_metric(sums: dict, name: str, expected: float, file: str, case: str) -> None:
     expect(name in sums, f"{file}: policy_loss returns no metric {name}")
     pair = sums[name]
-    expect(isinstance(pair, tuple), f"{name}: a mean over packs needs the pair (sum, count); see the top of loss.py")
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    expect(is_pair, f"{name}: a mean over packs needs the pair (sum, count); see the top of loss.py")
     summed, count = pair
-    expect_close(summed.item() / count.item(), expected, f"train/{name} over two packs")
+    are_tensors = is_scalar(summed) and is_scalar(count)
+    expect(are_tensors, f"{name}: sum and count must be tensors, without dimensions; found {summed!r} and {count!r}")
+    expect_close(summed.item() / count.item(), expected, f"train/{name} over two packs", case=case)
 
 
 def check_metric() -> None:
@@ -123,8 +178,9 @@ def check_metric() -> None:
     from records import Grade, Sample
 
     _, _, sums = losses(LossConfig(**NUMBERS))
+    case = packs("logp_R", "old_logp_R", "mask_R")
     above = sum(math.exp(log_ratio) > 1.1 for log_ratio in log_ratios())
-    expect_metric(sums, "ratio_above_1.1_fraction", above / NUM_TOKENS, "loss.py, _token_metrics")
+    expect_metric(sums, "ratio_above_1.1_fraction", above / NUM_TOKENS, "loss.py, _token_metrics", case)
     samples = []
     for index, reward in enumerate((0.0, 1.0, 0.5, 1.0)):
         grade = Grade(reward=reward, outcome="ok", turn_rewards=[reward], unshaped_reward=reward)
@@ -137,12 +193,14 @@ def check_metric() -> None:
 def check_reply_logp() -> None:
     _, _, sums = losses(LossConfig(**NUMBERS))
     expected = sum(per_token(LOGP)) / 4  # four sequences have a trained token
-    expect_metric(sums, "reply_logp", expected, "loss.py, _token_metrics")
+    case = packs("logp_R", "mask_R", "seq_R")
+    expect_metric(sums, "reply_logp", expected, "loss.py, _token_metrics", case)
 
 
 def check_loss_term() -> None:
     expect_key(LossConfig, "ratio_l2_coef")
     expect(LossConfig().ratio_l2_coef == 0, "ratio_l2_coef: the default must be 0, which trains as before")
+    case = packs("logp_R", "old_logp_R", "mask_R", "seq_R", "share_R")
     for by_token in (True, False):
         cfg = LossConfig(**NUMBERS, token_level_loss=by_token)
         loss, slopes, _ = losses(cfg)
@@ -154,13 +212,18 @@ def check_loss_term() -> None:
             expected += weight * (ratio - 1) ** 2
             expected_slopes.append(weight * 2 * (ratio - 1) * ratio)
         what = f"with token_level_loss={by_token}, what ratio_l2_coef=0.3 adds to"
-        expect_close(more_loss - loss, expected, f"{what} the loss")
-        expect_close([a - b for a, b in zip(more_slopes, slopes, strict=True)], expected_slopes, f"{what} the slopes")
+        expect_close(more_loss - loss, expected, f"{what} the loss", case=case)
+        added = [a - b for a, b in zip(more_slopes, slopes, strict=True)]
+        expect_close(added, expected_slopes, f"{what} the slopes", case=case)
+    expect_refused("loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_l2_coef=0.1")
+    expect_refused("loss_fn.force_on_policy_ratio=true", "loss_fn.ratio_l2_coef=0.1")
+    expect_accepted("loss_fn.use_cispo=true", "loss_fn.ratio_l2_coef=0.1")
 
 
 def check_topr() -> None:
-    expect_key(LossConfig, "use_topr")
-    loss, slopes, _ = losses(LossConfig(**NUMBERS, use_topr=True))
+    expect_value(LossConfig, "token_loss", "topr")
+    loss, slopes, _ = losses(LossConfig(**NUMBERS, token_loss="topr"))
+    case = packs("adv_R", "logp_R", "old_logp_R", "mask_R")
     expected, expected_slopes = 0.0, []
     for adv, logp, log_ratio in zip(per_token(ADV), per_token(LOGP), log_ratios(), strict=True):
         weight = 1.0
@@ -168,13 +231,19 @@ def check_topr() -> None:
             weight = min(1.0, math.exp(log_ratio))
         expected -= adv * weight * logp / NUM_TOKENS
         expected_slopes.append(-adv * weight / NUM_TOKENS)
-    expect_close(slopes, expected_slopes, "the slope of the loss in each logp (the weight has no gradient)")
-    expect_close(loss, expected, "the loss")
+    what = "the slope of the loss in each logp (the weight has no gradient)"
+    expect_close(slopes, expected_slopes, what, case=case)
+    expect_close(loss, expected, "the loss", case=case)
+    for ignored in ("ratio_clip_min=0.1", "ratio_clip_max=0.1", "ratio_clip_c=3", "sapo_tau_positive=2"):
+        expect_refused("loss_fn.token_loss=topr", f"loss_fn.{ignored}")
+    for ignored in ("dppo_mask_low=0.1", "dppo_mask_high=0.1", "dppo_kl_tau=0.1"):
+        expect_refused("loss_fn.token_loss=topr", f"loss_fn.{ignored}")
 
 
 def check_kl_by_sample() -> None:
     expect_key(LossConfig, "kl_by_sample")
     expect(LossConfig().kl_by_sample is False, "kl_by_sample: the default must be false, which trains as before")
+    case = packs("logp_R", "ref_logp_R", "mask_R", "seq_R", "share_R")
     for other in ({}, {"token_level_loss": False}, {"loss_scale_factor": 5.0}):
         cfg = LossConfig(reference_policy_kl_penalty=0.2, kl_by_sample=True, **other)
         loss, slopes, sums = losses(cfg, ref_logp_R=REFERENCE)
@@ -186,10 +255,14 @@ def check_kl_by_sample() -> None:
             expected += weight * (math.exp(-d) - 1 + d)
             expected_slopes.append(0.2 * weight * d)
         what = f"with kl_by_sample=true {other or ''}".strip()
-        expect_close(sums["kl_penalty"].item(), expected, f"{what}, train/kl_penalty")
-        expect_close(loss - plain_loss, 0.2 * expected, f"{what}, what the KL adds to the loss")
+        kl = sums["kl_penalty"]
+        expect(is_scalar(kl), f"kl_penalty must be a tensor without dimensions, a sum over the pack; found {kl!r}")
+        expect_close(kl.item(), expected, f"{what}, train/kl_penalty", case=case)
+        expect_close(loss - plain_loss, 0.2 * expected, f"{what}, what the KL adds to the loss", case=case)
         added = [a - b for a, b in zip(slopes, plain_slopes, strict=True)]
-        expect_close(added, expected_slopes, f"{what}, what the KL adds to the slopes")
+        expect_close(added, expected_slopes, f"{what}, what the KL adds to the slopes", case=case)
+    expect_refused("loss_fn.reference_policy_kl_penalty=0", "loss_fn.kl_by_sample=true")
+    expect_accepted("loss_fn.reference_policy_kl_penalty=0.01", "loss_fn.kl_by_sample=true")
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -220,9 +293,7 @@ def of_each_group(function) -> list[float]:
     return result
 
 
-def expect_name(name: str) -> None:
-    kind = config.AdvEstimatorConfig.__annotations__["name"]
-    expect(name in kind.__args__, f'config.py, AdvEstimatorConfig: "{name}" is no name of an estimator')
+OPTIONS = ("normalize_rewards=false", "use_leave_one_out_baseline=false", "reward_std=batch", "reward_std_floor=0.2")
 
 
 def check_median() -> None:
@@ -235,7 +306,7 @@ def check_median() -> None:
             return reward - median(others)
         return (reward - median(others)) / (max(std, 0.05 * (max(group) - min(group))) + 1e-6)
 
-    expect_name("median")
+    expect_value(config.AdvEstimatorConfig, "name", "median")
     plain = {"normalize_rewards": False}
     whole = advantages("median", use_leave_one_out_baseline=False, **plain)
     expect_close(
@@ -251,10 +322,12 @@ def check_median() -> None:
     mean = advantages("grpo", use_leave_one_out_baseline=False, **plain)
     expected = of_each_group(lambda r, _, group: r - sum(group) / len(group))
     expect_close(mean, expected, "grpo, which must be as before")
+    for option in OPTIONS:
+        expect_accepted("grpo.adv_estimator.name=median", f"grpo.{option}")
 
 
 def check_pass_at_2() -> None:
-    expect_name("pass_at_2")
+    expect_value(config.AdvEstimatorConfig, "name", "pass_at_2")
 
     def advantage(reward: float, others: list[float], group: list[float]) -> float:
         with_it = sum(max(reward, other) for other in others) / len(others)
@@ -264,6 +337,8 @@ def check_pass_at_2() -> None:
     found = advantages("pass_at_2")
     expect_close(found[:4], [1 / 2, -1 / 6, -1 / 6, -1 / 6], "the advantages of the rewards 1, 0, 0, 0")
     expect_close(found, of_each_group(advantage), f"the advantages of the rewards {REWARDS} in groups {GROUPS}")
+    for option in OPTIONS:
+        expect_refused("grpo.adv_estimator.name=pass_at_2", f"grpo.{option}")
 
 
 # ------------------------------------------------------------------------------------------------------------ naive.py
@@ -414,10 +489,11 @@ def check_nines() -> None:
             found = solve(base_url=f"http://127.0.0.1:{server.server_port}/v1", messages=messages, answer=answer)
             if inspect.iscoroutine(found):
                 found = asyncio.run(found)
+            expect(isinstance(found, dict), f"solve must return reward and call_rewards, as a dict; found {found!r}")
             asked = [[message["content"] for message in conversation] for conversation in Endpoint.asked]
             right_ones = [[question] for question in questions]
             expect(asked == right_ones, f"{problem}, replies {replies}: asked {asked}, expected {right_ones}")
-            is_right = all(found[key] == value for key, value in expected.items())
+            is_right = all(found.get(key) == value for key, value in expected.items())
             expect(is_right, f"{problem}, replies {replies}: found {found}, expected {expected}")
     finally:
         server.shutdown()
@@ -463,8 +539,7 @@ def check_optimizer() -> None:
     from optim import build_optimizer
 
     name = "torch.optim.SGD"
-    kind = config.OptimizerConfig.__annotations__["name"]
-    expect(name in kind.__args__, f'config.py, OptimizerConfig: "{name}" is no name of an optimizer')
+    expect_value(config.OptimizerConfig, "name", name)
     kwargs = replace(config.OptimizerConfig().kwargs, lr=0.5, weight_decay=0.1)
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
@@ -480,6 +555,8 @@ def check_optimizer() -> None:
     expect_close(model.weight.detach(), weights, "the weights after three steps of SGD with momentum 0.9", 1e-6)
     held = {key for state in optimizer.state.values() for key in state}
     expect("momentum_buffer" in held, f"optimizer.state, which checkpoints save, has {sorted(held)}, no momentum")
+    for ignored in ("betas=[0.8, 0.9]", "eps=1e-6"):
+        expect_refused(f"policy.optimizer.name={name}", f"policy.optimizer.kwargs.{ignored}")
 
 
 def check_family(name: str, cases: list[dict], defaults: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""examples/forks: each diff applies, edits two files of the product at most, and does what it says in a run.
+"""examples/forks: each diff applies, edits two files of the product and the table of contradictions at most, and does
+what it says in a run.
 
 The metric, a loss and the optimizer are trained always, and with --long all are. Then `tests/run.sh --fork` runs with
 each diff, and what judges losses, advantages and metrics with each edit of edits.yaml.
@@ -25,6 +26,7 @@ from small_run import ROOT, arguments, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.house]  # each fork is a process that trains
 FOLDER = ROOT / "examples" / "forks"
+RULES = "support/check/contradictions.py"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 EDITS = yaml.safe_load(Path(__file__).with_name("edits.yaml").read_text(encoding="utf-8"))
 NAMES = sorted(file.stem for file in FOLDER.glob("*.diff"))
@@ -97,13 +99,20 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
     applied = subprocess.run(["git", "apply", "--check", FOLDER / f"{name}.diff"], cwd=ROOT, capture_output=True)
     assert applied.returncode == 0, f"{name} no longer applies; its README says how to mend it: {applied.stderr}"
     edited = re.findall(r"^\+\+\+ b/(.+)$", (FOLDER / f"{name}.diff").read_text(), re.MULTILINE)
-    product = [file for file in edited if not re.match(r"(tests|bench|docs|examples)/", file)]
+    product = [file for file in edited if not re.match(r"(tests|bench|docs|examples)/", file) and file != RULES]
     (row,) = re.findall(rf"^\| \[{name}\]\({name}.diff\) \| (.*?) \|", README, re.MULTILINE)
     assert len(product) <= 2 and all((ROOT / file).is_file() for file in product), "a fork edits files, it adds none"
     assert [file for file in edited if file not in row] == []
 
 
-LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("topr", "use_topr=true"), ("kl_by_sample", "kl_by_sample=true")]
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lines_of_a_diff_are_no_longer_than_ours(name):
+    lines = (FOLDER / f"{name}.diff").read_text().splitlines()
+    added = [line.removeprefix("+") for line in lines if line.startswith("+")]
+    assert [line for line in added if len(line) > 120] == []
+
+
+LOSSES = [("loss_term", "ratio_l2_coef=0.5"), ("topr", "token_loss=topr"), ("kl_by_sample", "kl_by_sample=true")]
 
 
 @pytest.mark.long
