@@ -119,6 +119,19 @@ def packs(*names: str) -> str:
     return text
 
 
+def is_scalar(value) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def expect_form(name: str, value) -> None:
+    """A metric is a tensor without dimensions, or a pair of them."""
+    if isinstance(value, tuple):
+        is_pair = len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
+        expect(is_pair, f"{name}: sum and count must be tensors, without dimensions; found {value}")
+    else:
+        expect(is_scalar(value), f"{name}: needs a tensor without dimensions, or the pair (sum, count); found {value}")
+
+
 def losses(cfg: LossConfig, **more) -> tuple[float, list[float], dict]:
     """The loss of the step, its slope in logp at each trained token, and the metrics' sums over the packs."""
     from loss import policy_loss
@@ -146,6 +159,8 @@ def losses(cfg: LossConfig, **more) -> tuple[float, list[float], dict]:
         (slope_R,) = torch.autograd.grad(loss, logp_R)
         total += loss.item()
         slopes += [slope_R[token].item() for place, token in TRAINED if place == pack]
+        for name, value in metrics.items():
+            expect_form(name, value)
         accumulate(sums, metrics)
     return total, slopes, sums
 
@@ -158,18 +173,11 @@ def log_ratios() -> list[float]:
     return [logp - old for logp, old in zip(per_token(LOGP), per_token(OLD), strict=True)]
 
 
-def is_scalar(value) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
-
-
 def expect_metric(sums: dict, name: str, expected: float, file: str, case: str) -> None:
     expect(name in sums, f"{file}: policy_loss returns no metric {name}")
     pair = sums[name]
-    is_pair = isinstance(pair, tuple) and len(pair) == 2
-    expect(is_pair, f"{name}: a mean over packs needs the pair (sum, count); see the top of loss.py")
+    expect(isinstance(pair, tuple), f"{name}: a mean over packs needs the pair (sum, count); see the top of loss.py")
     summed, count = pair
-    are_tensors = is_scalar(summed) and is_scalar(count)
-    expect(are_tensors, f"{name}: sum and count must be tensors, without dimensions; found {summed!r} and {count!r}")
     expect_close(summed.item() / count.item(), expected, f"train/{name} over two packs", case=case)
 
 
@@ -256,7 +264,7 @@ def check_kl_by_sample() -> None:
             expected_slopes.append(0.2 * weight * d)
         what = f"with kl_by_sample=true {other or ''}".strip()
         kl = sums["kl_penalty"]
-        expect(is_scalar(kl), f"kl_penalty must be a tensor without dimensions, a sum over the pack; found {kl!r}")
+        expect(not isinstance(kl, tuple), f"kl_penalty must be a sum that the packs add up to, not a pair; found {kl}")
         expect_close(kl.item(), expected, f"{what}, train/kl_penalty", case=case)
         expect_close(loss - plain_loss, 0.2 * expected, f"{what}, what the KL adds to the loss", case=case)
         added = [a - b for a, b in zip(slopes, plain_slopes, strict=True)]
