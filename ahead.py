@@ -1,9 +1,10 @@
 """Batches before their step (grpo.async_grpo): drawn while the policy trains on earlier ones.
 
-When a batch starts, it gets the step that trains it, and keeps it however long its replies take: short replies never
-overtake a long one, so long replies are trained as often as they are sampled. Dynamic sampling may train a batch
-earlier, never later, so no reply is older than max_age steps. A step waits for its own batch only; later batches stay
-in the engine, which goes on with them after each weight sync. docs/async.md says when it pays, and what is exact.
+When a batch starts, it gets a step, and keeps it however long its replies take: short replies never overtake a long
+one, so long replies are trained as often as they are sampled. That step trains it, or an earlier one that draws again
+for dynamic sampling; a later one never, so no reply is older than max_age steps. A step waits for its own batch only;
+later batches stay in the engine, which goes on with them after each weight sync. docs/async.md says when it pays, and
+what is exact.
 
 In examples/naive.py this is `attempts = [attempt(row, SAMPLES, generator) for row in draw.sample(rows, PROMPTS)]`,
 in the step that trains them.
@@ -68,6 +69,7 @@ def draw_ahead(
         problems, after = mixture.draw(before, grpo.prompts_per_batch)
         # A prompt's number, and so its seeds, is its place in the data: dynamic sampling may move it to another step.
         prompts = list(enumerate(problems, start=before["position"]))
+        # If a step draws again, two batches get the same step. The first of them is then trained before it.
         step_of_batch = step + len(in_flight)
         started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), step_of_batch)
         in_flight.append(Batch(started, after))
@@ -125,7 +127,7 @@ class AheadSampler(Sampler):
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
-    """The age of a sample, in steps, is that of its first token. Also how many groups of later steps have all their
+    """The age of a sample, in steps, is that of its oldest token. Also how many groups of later steps have all their
     first replies (NeMo RL's buffer), and how many do not. is_whole: of `groups_under_way`."""
     ages = [step - 1 - sample.weight_version for sample in trained]
     num_whole = sum(is_whole.values())

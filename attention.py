@@ -5,8 +5,8 @@
     prefix_S           -1               0                 0                  -1
     keys of a segment  0 1 2            0 1 2 3 4         0 1 2 5            6 7
 
-A query sees the keys of its segment up to its own row: the last query sees all of them. docs/walkthrough.md has the
-picture of a real pack. Rotary positions are in the keys already, so attention needs none.
+A query sees the keys of its segment up to its own row: without a window, the last query sees all of them.
+docs/walkthrough.md has the picture of a real pack. Rotary positions are in the keys already, so attention needs none.
 
 In examples/naive.py this is `weight_GNTT = score_GNTT.masked_fill(is_future_TT, -torch.inf).softmax(-1)`.
 
@@ -102,7 +102,7 @@ class GatherRows(torch.autograd.Function):
 
 def uses_flash_attention(device_type: str, dtype: torch.dtype) -> bool:
     """Whether packs go through varlen_attn, which is for CUDA and 16 bits; else SDPA takes runs of equal lengths."""
-    return device_type == "cuda" and dtype != torch.float32
+    return device_type == "cuda" and dtype.itemsize == 2
 
 
 def packed_attention(

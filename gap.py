@@ -57,7 +57,7 @@ class Gap:
 
     @classmethod
     def of(cls, numbers: Numbers) -> "Gap":
-        """The gap among the reduced metrics of `loss_and_gap`."""
+        """The gap among reduced metrics."""
         return cls(numbers["logp_gap_mean"], numbers["logp_gap_max"])
 
     @property
@@ -247,7 +247,8 @@ def check_canary(
     when: str,
 ) -> float:
     """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
-    engine. A collective; one forward without gradients. Raises StopRun above `limit` (grpo.logp_gap_limit).
+    engine. A collective; a forward without gradients for each of these engines. Raises StopRun above `limit`
+    (grpo.logp_gap_limit).
 
     It finds stale weights, a stale cache or another compute path before a rollout is drawn from them: where there is
     room, the prompt is longer than a block of the prefix cache. Nothing is filtered: with top_k=1 the one token that is

@@ -358,7 +358,7 @@ class ProbePack:
     """A small pack that the loss is probed with: what `policy_loss` gets in a run, in float64."""
 
     stats_KR: Tensor
-    arguments: dict[str, Tensor | int | LossConfig | None]  # all others of `policy_loss`
+    arguments: dict[str, Tensor | int | LossConfig | None]  # the others that a run gives `policy_loss`
 
     @property
     def adv_R(self) -> Tensor:
@@ -444,8 +444,8 @@ def depends_on_other_tokens(policy_loss: Callable, packs: list[ProbePack]) -> bo
 
 def depends_on_pack(policy_loss: Callable, packs: list[ProbePack]) -> bool:
     """Whether the derivatives at a token depend on other sequences, on their number, or on the order of tokens. They
-    must stay, up to float32 rounding, (1) when every second sequence moves, (2) when a sequence is alone and in reverse
-    order, (3) when the pack is repeated fifty times."""
+    must stay (1) when every second sequence moves, (2) when a sequence is alone and in reverse order, (3) when the pack
+    is repeated fifty times. In (2) and (3) sums of the loss in float32 may round differently."""
     for pack in packs:
         for odd in (0, 1):
             if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):

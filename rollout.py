@@ -137,8 +137,7 @@ class Conversation:
 
 
 def seed_of(conversation: Conversation) -> int:
-    """The seed of the next reply. The number of the first turn is left out, so a first reply has the same seed whatever
-    max_rollout_turns is."""
+    """The seed of the next reply. The number of the turn is part of it from the second turn on."""
     sample = conversation.sample
     key = [*conversation.seed_key, sample.prompt, sample.index]
     if sample.num_turns > 0:
@@ -219,8 +218,8 @@ class Sampler(AbstractContextManager):
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Sample]:
-        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the one that
-        trains them, or VALIDATION."""
+        """`num_samples` graded samples of each prompt, ordered by (prompt number, sample number). step: the last one
+        that may train them, or VALIDATION."""
         conversations = self.start(prompts, num_samples, options, seed_key, step)
         return self.finish(conversations)
 
@@ -448,7 +447,7 @@ def _num_parts(problem: Problem, num_samples: int, num_engines: int, max_new_tok
     expected_tokens = num_samples * max_new_tokens / 4  # replies of a quarter of max_new_tokens
     if extra_tokens <= expected_tokens / 4:
         return most
-    num_engines_per_prompt = num_engines // num_prompts  # the others would be idle
+    num_engines_per_prompt = num_engines // num_prompts  # with fewer, some engines would be idle
     return max(1, min(most, num_engines_per_prompt))
 
 
@@ -475,7 +474,8 @@ def sample_step(
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards. Groups beyond what the step needs wait, in case that the chosen ones cannot be
     trained, and are discarded at the end. If no sample of the step can be trained, say because all were cut, others are
-    drawn. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed.
+    drawn. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed. Here every rank
+    has the numbers of all samples, but ids and texts only of its own: what reads those belongs before `share_samples`.
 
     Raises StopRun if dynamic_sampling_max_gen_batches batches are too few; dynamic_sampling_when_exhausted=train trains
     the groups that there are instead.
@@ -486,32 +486,33 @@ def sample_step(
     waiting: list[list[Sample]] = []  # groups that the step can still choose
     num_batches = num_skipped = num_overlong = num_missing = 0
     while not any(sample.num_trained_tokens for sample in trained):
-        is_exhausted = num_batches == grpo.dynamic_sampling_max_gen_batches
-        takes_fewer = is_exhausted and grpo.dynamic_sampling_when_exhausted == "train" and len(waiting) > 0
-        if len(waiting) >= grpo.num_prompts_per_step or takes_fewer:
-            num_skipped += len(trained)
-            chosen = waiting[: grpo.num_prompts_per_step]
-            waiting = waiting[grpo.num_prompts_per_step :]
-            num_missing = grpo.num_prompts_per_step - len(chosen)
-            trained = [renumbered(sample, number) for number, group in enumerate(chosen) for sample in group]
-            if grpo.overlong_filtering:
-                num_overlong = filter_overlong(trained)
-            for sample in trained:
-                if not sample.grade.is_valid:
-                    sample.is_filtered = True
-            continue
-        if is_exhausted:
+        num_skipped += len(trained)
+        while len(waiting) < grpo.num_prompts_per_step and num_batches < grpo.dynamic_sampling_max_gen_batches:
+            batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
+            generated += batch
+            num_batches += 1
+            groups = groups_of(batch)
+            shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
+            if grpo.use_dynamic_sampling:
+                groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
+            waiting += groups
+
+        has_enough = len(waiting) >= grpo.num_prompts_per_step
+        takes_fewer = grpo.dynamic_sampling_when_exhausted == "train" and len(waiting) > 0
+        if not has_enough and not takes_fewer:
             stop = StopRun(_nothing_to_train(trained, generated, len(waiting), num_batches, cfg))
             stop.cursor = cursor
             raise stop
-        batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
-        generated += batch
-        num_batches += 1
-        groups = groups_of(batch)
-        shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
-        if grpo.use_dynamic_sampling:
-            groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
-        waiting += groups
+
+        chosen = waiting[: grpo.num_prompts_per_step]
+        waiting = waiting[grpo.num_prompts_per_step :]
+        num_missing = grpo.num_prompts_per_step - len(chosen)
+        trained = [renumbered(sample, number) for number, group in enumerate(chosen) for sample in group]
+        if grpo.overlong_filtering:
+            num_overlong = filter_overlong(trained)
+        for sample in trained:
+            if not sample.grade.is_valid:
+                sample.is_filtered = True
 
     metrics: dict[str, float] = {"num_overlong_filtered": num_overlong, "num_skipped_samples": num_skipped}
     if grpo.use_dynamic_sampling:

@@ -29,6 +29,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     why: str = ""
     refused: str = ""
     target: str = msgspec.field(name="as", default="")
+    decides: bool = False
     values: dict[str | int | None, Plain] = {}
     when: str = ""
     sets: dict[str, str | int] = {}

@@ -2,8 +2,9 @@
 
 A value stays the text that was written until the type of its key reads it: 1e-6 is a number, `no` may be a name, and
 007 keeps its zeros. Only values of the user's own keys, such as env.custom, are what yaml makes of them. A mistake is a
-line of a ConfigError that names the place, the key, the value, and the fix; all mistakes are told at once. Whether
-values fit each other is judged in support/check.
+line of a ConfigError that names the place, the key, the value, and the fix. Mistakes of keys and values are told
+together; what cannot be read at all, such as an override without `=`, is told alone. Whether values fit each other is
+judged in support/check.
 """
 
 import json
@@ -60,8 +61,9 @@ class Reading:
 def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Config:
     """The config of a yaml file, over the files that its `defaults:` names and under `key.sub=value` overrides.
 
-    The last one to set a key wins; a list is one value. Raises ConfigError, a line for each mistake. Of a config with
-    NeMo RL's keys, rank 0 says that some keys do not matter; with `explain`, it prints a verdict on every key.
+    The last one to set a key wins, by whatever spelling; a list is one value. Raises ConfigError, a line for each
+    mistake. Of a config with NeMo RL's keys, rank 0 says that some keys do not matter; with `explain`, as --check has
+    it, a verdict on every key is printed.
     """
     reading = read(path, overrides, explain=explain)
     reading.raise_problems()
@@ -71,9 +73,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
 def read(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Reading:
     """As `load`, but mistakes of keys are returned, so that others can be told with them. Raises ConfigError where a
     file or an override cannot be read at all."""
-    entries = _read_file(Path(path), ())
-    entries += [_read_override(override) for override in overrides]
-    translation = _Translation(entries)
+    files = _read_file(Path(path), ())
+    translation = _Translation(files, [_read_override(override) for override in overrides])
     translation.run()
     if explain:
         translation.print_verdicts()
@@ -91,8 +92,9 @@ def to_yaml(cfg: Config) -> str:
 # -------------------------------------------------------------------------------------------- files and overrides
 
 
-def _read_file(path: Path, parents: tuple[Path, ...]) -> list[Entry]:
-    """The entries of a file, after those of its defaults. parents: the files whose defaults it is."""
+def _read_file(path: Path, parents: tuple[Path, ...]) -> list[list[Entry]]:
+    """The entries of the files that its defaults name, file by file, then its own. parents: the files whose defaults
+    it is."""
     try:
         text = read_yaml(path)
     except DataError as error:
@@ -105,7 +107,7 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[Entry]:
     tree = document.value
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_shown(tree)}")
-    below: list[Entry] = []
+    below: list[list[Entry]] = []
     defaults = tree.pop("defaults", [])
     for name in defaults if isinstance(defaults, list) else [defaults]:
         if not isinstance(name, str) or not name:
@@ -118,11 +120,12 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[Entry]:
     own = list(_entries(tree, "", document.places))
     replacing = [entry for entry in own if entry.name.endswith("._override_")]  # a whole section: before its keys
     others = [entry for entry in own if not entry.name.endswith("._override_")]
-    return below + replacing + others
+    return [*below, replacing + others]
 
 
 def _entries(tree: dict[str, Plain], prefix: str, places: dict[str, str]) -> Iterator[Entry]:
-    """Everything in a tree that is not a section; before the entries of a list an `_override_`, as it replaces all."""
+    """Everything in a tree that is not a section with keys; before the entries of a list an `_override_`, as it
+    replaces all."""
     for key, value in tree.items():
         name = prefix + key
         is_section = plain_name(name) in SECTIONS or nemo.is_section(name)
@@ -140,7 +143,7 @@ def _entries(tree: dict[str, Plain], prefix: str, places: dict[str, str]) -> Ite
 
 
 def _read_override(override: str) -> Entry:
-    """The entry of `key.sub=value`. The value is the text as typed; only lists and the user's own keys are yaml."""
+    """The entry of `key.sub=value`. The value is the text as typed; lists, null and the user's own keys are yaml."""
     place = f"command line {shortened(override)}"
     name, equals, text = override.partition("=")
     if not equals:
@@ -191,8 +194,14 @@ def _merge(entries: Sequence[Entry]) -> dict[str, Entry]:
 class _Translation:
     """Entries -> values of our keys, by NeMo RL's table and the types and bounds of config.py."""
 
-    def __init__(self, entries: Sequence[Entry]):
-        self.entries = _merge(entries)
+    def __init__(self, files: Sequence[Sequence[Entry]], overrides: Sequence[Entry]):
+        sources = [*files, *([override] for override in overrides)]
+        self.entries = _merge([entry for source in sources for entry in source])
+        self.num_files = len(files)
+        self.source_of: dict[str, int] = {}  # number of the file or override that sets the key
+        for number, source in enumerate(sources):
+            for entry in source:
+                self.source_of[entry.name] = number
         self.rows = nemo.rows_of(self.entries.keys())
         self.added = nemo.settings_beside(self.entries.keys())
         self.written: dict[str, Plain] = {}  # what `${key}` reads
@@ -209,11 +218,13 @@ class _Translation:
     def run(self) -> None:
         """Judges every key. Of several spellings of one key, the last to be judged wins."""
 
-        def order(name: str) -> tuple[bool, bool]:
-            """Plain keys of files, keys renamed onto them, then both kinds of the command line."""
-            is_of_command_line = self.entries[name].place.startswith("command line")
-            is_renamed = bool(self.rows[name].target)
-            return is_of_command_line, is_renamed
+        def order(name: str) -> tuple[int, bool]:
+            """File by file, then override by override. Within a file, renamed keys come after plain ones."""
+            source = self.source_of[name]
+            row = self.rows[name]
+            if row.decides and source < self.num_files:
+                source = self.num_files - 1
+            return source, bool(row.target)
 
         for name in sorted(self.entries, key=order):
             entry = self.entries[name]

@@ -189,6 +189,34 @@ def test_the_command_line_wins_over_what_a_file_says_by_another_name(write, caps
     assert not cfg.grpo.normalize_rewards
 
 
+THEIRS = "policy: {generation: {val_temperature: 0.3, val_top_k: 3}}\n"
+OURS = "grpo: {val_temperature: 0.7, val_top_k: 7}\n"
+OF_THE_ESTIMATOR = "grpo: {adv_estimator: {normalize_rewards: false}}\n"
+PLAIN = "grpo: {normalize_rewards: true}\n"
+
+
+@pytest.mark.parametrize(
+    ("base", "child", "words", "key", "value"),
+    [
+        (THEIRS, OURS, [], "val_temperature", 0.7),
+        (OURS, THEIRS, [], "val_temperature", 0.3),
+        (THEIRS, OURS, [], "val_top_k", 7),
+        (OURS, THEIRS, [], "val_top_k", 3),
+        ("", THEIRS + OURS, [], "val_temperature", 0.3),  # within a file no order is meant
+        ("", "", ["policy.generation.val_temperature=0.3", "grpo.val_temperature=0.7"], "val_temperature", 0.7),
+        ("", "", ["grpo.val_temperature=0.7", "policy.generation.val_temperature=0.3"], "val_temperature", 0.3),
+        # NeMo RL has both keys, and its estimators read the second.
+        (OF_THE_ESTIMATOR, PLAIN, [], "normalize_rewards", False),
+        (PLAIN, OF_THE_ESTIMATOR, [], "normalize_rewards", False),
+        (OF_THE_ESTIMATOR, "", ["grpo.normalize_rewards=true"], "normalize_rewards", True),
+    ],
+)
+def test_of_two_spellings_the_last_to_be_set_wins(base, child, words, key, value, tmp_path):
+    (tmp_path / "base.yaml").write_text(base or "{}")
+    (tmp_path / "child.yaml").write_text(f"defaults: base.yaml\n{child}")
+    assert getattr(load(tmp_path / "child.yaml", words).grpo, key) == value
+
+
 def test_a_value_that_is_overridden_is_not_judged(write):
     Path("base.yaml").write_text("policy: {generation: {backend: sglang}}\ngrpo: {sed: 1}\n")
     with pytest.raises(ConfigError, match="backend=sglang is not supported"):
