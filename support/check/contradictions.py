@@ -283,7 +283,8 @@ RULES = [
             equal("loss_fn.old_logprobs", "trainer"),
         ],
         refuse=[not_equal("grpo.async_grpo.max_trajectory_age_steps", 0)],
-        why="tokens of older weights need the correction; set it to true, or old_logprobs=sampler, or the age to 0",
+        why="tokens of older weights need the correction; set loss_fn.use_importance_sampling_correction=true, or "
+        "old_logprobs=sampler, or the age to 0",
     ),
     Rule(
         when=[

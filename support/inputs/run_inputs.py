@@ -314,12 +314,12 @@ def check_steps(cfg: Config, mixture: Mixture) -> None:
 
 
 def try_environments(inputs: RunInputs) -> tuple[str, ...]:
-    """Calls each class or function of the user's once, with two plain replies to a row; self_tests are such calls, too.
-    Returns the names of those that ask for another turn. ConfigError for what one raises: a run would find out only
+    """Calls each class or function of the user's once, with two plain replies to a row. Returns the names of those that
+    ask for another turn. ConfigError for what one raises: a run would find out only
     after its engine has started."""
     asking = []
     for name, environment in inputs.environments.items():
-        if ":" in name and not getattr(environment, "self_tests", ()):
+        if ":" in name:
             results = _try_environment(inputs, name, environment)
             if not all(result.done for result in results):
                 asking.append(name)

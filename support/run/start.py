@@ -54,6 +54,7 @@ from support.system.ranks import (
 )
 from support.system.watchdog import Watchdog
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 CPU_EXPERTS_MULTIPLE = 32  # CPUUnquantizedExperts.output_alignment of vllm/.../fused_moe/experts/cpu_moe.py
 
 
@@ -429,7 +430,7 @@ def build_sampler(
     def should_stop() -> bool:
         return ranks.any_rank_of_engine(stop())
 
-    check_experts(inputs.model_config, device.type)
+    check_cpu_sizes(inputs.model_config, device.type)
     reward_model = RewardModel(*inputs.reward_model, cfg, device) if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
         engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
@@ -450,11 +451,18 @@ def build_sampler(
     return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, stop=stop)
 
 
-def check_experts(model: ModelConfig, device_type: str) -> None:
-    """ConfigError for experts of a size that vLLM does not compute on "cpu"; it pads their inner size."""
-    width = model.hidden_size
-    if device_type == "cpu" and model.num_experts and width % CPU_EXPERTS_MULTIPLE:
-        problem = f"hidden_size={width}: on a CPU vLLM computes experts of multiples of {CPU_EXPERTS_MULTIPLE}"
+def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:
+    """ConfigError for heads or experts of a size that vLLM does not compute on "cpu". It pads experts' inner size."""
+    if device_type != "cpu":
+        return
+    problem = None
+    if model.head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        problem = f"head_dim={model.head_dim}: on a CPU vLLM computes heads of {sizes} dims"
+    elif model.num_experts and model.hidden_size % CPU_EXPERTS_MULTIPLE:
+        sizes = f"multiples of {CPU_EXPERTS_MULTIPLE}"
+        problem = f"hidden_size={model.hidden_size}: on a CPU vLLM computes experts of {sizes}"
+    if problem:
         raise ConfigError(f"policy.model_name: {problem}: use another model, or a GPU")
 
 

@@ -20,7 +20,7 @@ from support.hf.weights import full_tensors, local_shard, sharded_parameters
 from support.inputs.families import FAMILIES, NATIVE
 from support.inputs.model_config import ModelConfig
 from support.inputs.tokenizer import Tokenizer
-from support.run.start import check_experts
+from support.run.start import check_cpu_sizes
 from support.system.ranks import start_process_group
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
@@ -138,10 +138,24 @@ def test_every_parameter_of_transformers_blocks_reaches_the_engine(family, tmp_p
 def test_experts_that_vllm_does_not_compute_on_a_cpu():
     config = ModelConfig.from_hf(hf_config("qwen3_moe", hidden_size=72).to_dict())
     with pytest.raises(ConfigError, match=r"policy\.model_name: hidden_size=72: .* multiples of 32: use another"):
-        check_experts(config, "cpu")
-    check_experts(config, "cuda")
-    check_experts(ModelConfig.from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
-    check_experts(ModelConfig.from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
+        check_cpu_sizes(config, "cpu")
+    check_cpu_sizes(config, "cuda")
+    check_cpu_sizes(ModelConfig.from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
+    check_cpu_sizes(ModelConfig.from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
+
+
+@pytest.mark.parametrize(("size", "is_computed"), [(16, False), (32, True), (48, False), (96, True), (200, False)])
+def test_heads_that_vllm_does_not_compute_on_a_cpu_are_an_error(size, is_computed):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert (size in CPUAttentionBackend.get_supported_head_sizes()) == is_computed
+    config = ModelConfig.from_hf(hf_config("mistral", head_dim=size).to_dict())
+    check_cpu_sizes(config, "cuda")
+    if is_computed:
+        check_cpu_sizes(config, "cpu")
+        return
+    with pytest.raises(ConfigError, match=f"head_dim={size}"):
+        check_cpu_sizes(config, "cpu")
 
 
 @pytest.mark.long
