@@ -334,7 +334,7 @@ def test_what_a_user_wrote_is_called_before_a_run(name, words, recipe, tmp_path,
     cfg = recipe("smoke.yaml", *words_of, "grpo.num_prompts_per_step=8")
     if words is None:
         check(cfg)
-        (call,) = sys.modules["mine"].CALLS
+        call = sys.modules["mine"].CALLS[-1]  # a self-test may have been one before
         if name == "right":
             assert call[1:3] == (["2", "2"], [3, 3]) and len(call[0]) == 2 and "2" in call[0][0] not in call[0][1]
     else:
@@ -380,6 +380,8 @@ LOOPS = """
 from envs import Environment, StepResult
 
 class Loops(Environment):
+    self_tests = (("no", "1", "wrong"),)
+
     def step(self, turns):
         again = ({"role": "user", "content": "again"},)
         return [StepResult(0.0, "wrong", done=False, observation=again) for _ in turns]
