@@ -181,8 +181,13 @@ def main(path: str) -> int:
     memory_mib, isolation} where they are not the defaults."""
     from .pool import GraderPool
 
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}: give a file of JSON lines, {{reply}} and {FORMS}", file=sys.stderr)
+        return 2
     jobs = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             read_tests("", row)
@@ -202,6 +207,6 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m judges.code FILE")
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: python -m judges.code FILE, of JSON lines: {{reply}} and {FORMS}")
     sys.exit(main(sys.argv[1]))
