@@ -377,7 +377,7 @@ def test_numbers_of_a_dump_reach_the_calls_of_an_agent(tmp_path):
     assert found == {0: [10, 9], 2: [7], 1: [6, 5, 4]}
     assert sample["tree"][0]["tokens"]["gap"].tolist() == [0.5, 0.5]
     alone = report.read_dump(folder, [], [], 9)
-    assert [each["kind"] for each in alone] == ["train, dumped", "train, dumped, fork"]
+    assert [other["kind"] for other in alone] == ["train, dumped", "train, dumped, fork"]
     assert np.isnan(alone[0]["tokens"]["entropy"][2]) and alone[1]["tokens"]["entropy"].tolist() == [6, 5, 4]
 
 
