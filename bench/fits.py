@@ -133,7 +133,9 @@ def published() -> Iterator[tuple[str, str, float, float]]:
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines]) + "\n"
+    rows = [f"| {' | '.join(line)} |" for line in [header, *lines]]
+    rows.insert(1, "|" + "---|" * len(header))
+    return "\n".join(rows) + "\n"
 
 
 def fits() -> str:

@@ -139,7 +139,9 @@ def total(collectives: list[Collective]) -> float:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows]) + "\n"
+    lines = [f"| {' | '.join(row)} |" for row in [header, *rows]]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines) + "\n"
 
 
 def number(value: float) -> str:
