@@ -26,7 +26,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from support.system.ranks import on_device
 
-# With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have.
+# With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have. (torch's version
+# is compared with a tuple number by number.)
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 
@@ -75,7 +76,7 @@ class PackLayout:
 class GatherRows(torch.autograd.Function):
     """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
     (Plain indexing sums 16-bit gradients by atomics.) order: two tensors, a stable argsort of row_M, and where in it
-    each row of x begins; or none, which is faster on CPUs, and costs 14 launches in place of 1 on CUDA."""
+    each row of x begins; with them the sum is one launch on CUDA, without them 14. Without them CPUs are faster."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:

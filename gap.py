@@ -158,9 +158,8 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_n
         measured_R = measured_R & kept_now_R
     if newest_R is not None:
         measured_R = measured_R & newest_R
-    count = (
-        measured_R.sum() + 1e-9
-    )  # without such a token, as in a minibatch of filtered samples, the gap is 0, not 0/0
+    # Without such a token, as in a minibatch of filtered samples, the gap is 0 and not 0/0.
+    count = measured_R.sum() + 1e-9
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": largest}

@@ -193,7 +193,7 @@ class _OnePass(torch.autograd.Function):
         if need_weight:
             grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
             # Not zeros: the first chunk overwrites the gradients of all ids, and later chunks add to them. Zeros stand
-            # where no chunk writes: in the rows of padding (PyTorch), or in all rows if there is no chunk.
+            # where no chunk writes: in the rows of padding, or in all rows if there is no chunk.
             num_written = 0
             if num_grad_rows:
                 num_written = len(weight_VD) if options.vocab is None else options.vocab
@@ -212,6 +212,7 @@ class _OnePass(torch.autograd.Function):
             options.backend,
             options.sampling_filter,
         )
+        # The call after the last chunk has the statistics of all rows: its derivatives are the true ones of each row.
         found = None
         for chunk in chunks:
             rows = chunk.rows
@@ -234,7 +235,7 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, _):
-        scale = grad_loss.view(1, 1)  # a 0-dim tensor would be rounded to 16 bits first
+        scale = grad_loss.view(1, 1)  # with a 0-dim tensor torch would compute in the 16 bits of the gradient
         grads = []
         for grad in ctx.saved_tensors:
             if grad is not None:

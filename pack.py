@@ -312,7 +312,7 @@ def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
     lengths = [sample.num_output_tokens - 1 for sample in group]
     even_share = math.ceil(sum(lengths) / num_parts)
     room_beside_prompt = max_tokens - len(group[0].prompt_ids)
-    room = min(room_beside_prompt, max(even_share, *lengths))
+    room = min(room_beside_prompt, max(even_share, *lengths))  # the longest response fits, whatever an even share is
     return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
 

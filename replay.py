@@ -61,7 +61,7 @@ def read_config(folder: Path, words: list[str]) -> Config:
 def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Replayed:
     """Trains the step of `folder` again. A collective. Raises ConfigError if the dump is damaged, or if the checkpoint
     before the step is missing; StopRun where a check stops the step."""
-    problem = checkpoint.problem_of(folder, ranks)
+    problem = checkpoint.problem_of(folder, ranks)  # a dump has the form of a checkpoint
     if problem:
         raise ConfigError(f"{folder}: {problem}; replay another step")
     step = read_meta(folder)["step"]
