@@ -26,7 +26,7 @@ def runs(request, tmp_path_factory):
     have left it, that was resumed and told to stop amid step 7, the output of the resumed run)."""
     work, (num_ranks, number, where) = tmp_path_factory.mktemp("resumed"), request.param
     words = (f"--nproc_per_node={num_ranks}", "grpo.max_num_steps=9")
-    whole = killed(work, ("update", 8), *words)
+    whole = killed(work, ("update", 8), 6, *words)
     assert steps(whole) == [1, 2, 3, 4, 5, 6, 7] and newest_step(whole) == 6
     resumed = shutil.copytree(whole, work / "resumed")
     shutil.rmtree(resumed / "checkpoints" / "step_000006")
@@ -36,10 +36,12 @@ def runs(request, tmp_path_factory):
     return whole, resumed, (work / "life_1.log").read_text()
 
 
-def killed(work, slow, *words):
-    """A run whose last rank is killed when it is in the slow phase: exit code 1, and nothing is left. Its folder."""
+def killed(work, slow, saved, *words):
+    """A run whose last rank is killed when it is in the slow phase and step `saved` is on the disk, which may be slower
+    than two steps: exit code 1, and nothing is left. Its folder."""
     life = Life(work, 9, *words, slow=slow)
     life.wait_for(life.mark.exists)
+    life.wait_for(lambda: newest_step(work / "logs" / "exp_001") == saved)
     ranks = [pid for pid, line in life.processes().items() if b"-u\0grpo.py" in line]
     code, _ = life.end(signal.SIGKILL, ranks[-1])
     assert code == 1 and "train.sh: exit code 1: crashed: " in life.log.read_text()
