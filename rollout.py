@@ -507,7 +507,9 @@ def sample_step(
         chosen = waiting[: grpo.num_prompts_per_step]
         waiting = waiting[grpo.num_prompts_per_step :]
         num_missing = grpo.num_prompts_per_step - len(chosen)
-        trained = [renumbered(sample, number) for number, group in enumerate(chosen) for sample in group]
+        trained = []
+        for number, group in enumerate(chosen):
+            trained += [renumbered(sample, number) for sample in group]
         if grpo.overlong_filtering:
             num_overlong = filter_overlong(trained)
         for sample in trained:

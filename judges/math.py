@@ -10,6 +10,7 @@ units and bases.
 
 import re
 import sys
+from fractions import Fraction
 from typing import NamedTuple
 
 from .math_formula import same_formula
@@ -479,9 +480,15 @@ def _fraction(text: str) -> str:
 
 
 def _same_numbers(gold: Number, answer: Number) -> bool:
-    percents = [number.value * (100 if number.is_percent else 1) for number in (gold, answer)]
     is_forgiven = gold.is_percent or (answer.is_percent and gold.value.denominator == 1)
-    return gold.value == answer.value or (is_forgiven and percents[0] == percents[1])
+    return gold.value == answer.value or (is_forgiven and _without_percent(gold) == _without_percent(answer))
+
+
+def _without_percent(number: Number) -> Fraction:
+    """The value if its percent sign, where it has one, is left out."""
+    if number.is_percent:
+        return 100 * number.value
+    return number.value
 
 
 def main(gold: str, answer: str) -> int:

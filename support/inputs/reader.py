@@ -195,13 +195,17 @@ class _Translation:
     """Entries -> values of our keys, by NeMo RL's table and the types and bounds of config.py."""
 
     def __init__(self, files: Sequence[Sequence[Entry]], overrides: Sequence[Entry]):
-        sources = [*files, *([override] for override in overrides)]
-        self.entries = _merge([entry for source in sources for entry in source])
+        sources = [*files]
+        for override in overrides:
+            sources.append([override])
+        entries: list[Entry] = []
         self.num_files = len(files)
         self.source_of: dict[str, int] = {}  # number of the file or override that sets the key
         for number, source in enumerate(sources):
+            entries += source
             for entry in source:
                 self.source_of[entry.name] = number
+        self.entries = _merge(entries)
         self.rows = nemo.rows_of(self.entries.keys())
         self.added = nemo.settings_beside(self.entries.keys())
         self.written: dict[str, Plain] = {}  # what `${key}` reads
