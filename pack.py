@@ -154,7 +154,8 @@ def make_minibatches(
     for shares in minibatch_shares:
         packs = pack_samples(shares[ranks.rank], max_tokens)
         most_packs = max(1, *(num_packs(share, max_tokens) for share in shares))  # 1 even without samples
-        packs += [empty_pack()] * (most_packs - len(packs))
+        while len(packs) < most_packs:
+            packs.append(empty_pack())
         num_computed = sum(num_input_tokens(part) for share in shares for part in share)
         micros = [to_device(pack, device) for pack in packs]
         minibatches.append(Minibatch(micros, num_input_tokens=num_computed, num_samples=size))

@@ -54,8 +54,8 @@ class _LinearLogp(torch.autograd.Function):
             del chunk, dz_CV  # frees the buffer before dW is cast
         if need_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        no_grad_of_options = [None] * (1 + len(ctx.options))  # nor of target_T
-        return grad_hidden_TD, grad_weight_VD, *no_grad_of_options
+        none_of_options = [None for _ in ctx.options]
+        return grad_hidden_TD, grad_weight_VD, None, *none_of_options
 
 
 def linear_logp(

@@ -154,7 +154,8 @@ def _columns(run: Run, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     (parts,) = assign_to_ranks(scored, 1, max_tokens, run.cfg.policy.sequence_packing.share_prefix)
     packs = pack_samples(parts, max_tokens)
     most_packs = max(1, *gather(len(packs)))
-    packs += [empty_pack()] * (most_packs - len(packs))
+    while len(packs) < most_packs:
+        packs.append(empty_pack())
     # `Pack.source_R` counts the ids of the samples in the order in which they were packed.
     packed = [sample for part in parts for sample in part]
     place_of_source = np.concatenate([np.zeros(0, np.int64), *(places[id(sample)] for sample in packed)])
