@@ -17,12 +17,12 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from base.inputs.mixing import Cursor, Mixture
 from config import Config
 from engine import STEPS_BETWEEN_STOPS, SamplingOptions
 from metrics import Numbers
 from records import Sample
 from rollout import Conversation, Prompts, Sampler, State
-from support.inputs.mixing import Cursor, Mixture
 
 Started = TypeVar("Started")  # what `start` returns
 
@@ -38,7 +38,7 @@ InFlight = deque[Batch[Started]]  # oldest first
 
 
 class Starts(Protocol[Started]):
-    """A sampler whose two halves can be called one after the other: Sampler, support.split.generators.Generators."""
+    """A sampler whose two halves can be called one after the other: Sampler, run.split.generators.Generators."""
 
     def start(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
-from support.system.ranks import on_device
+from base.system.ranks import on_device
 
 # With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have. (torch's version
 # is compared with a tuple number by number.)

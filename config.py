@@ -471,7 +471,7 @@ class PolicyConfig(Section):
 
     def pack_tokens(self, device_type: str) -> int:
         """train_mb_tokens, or what its null means on "cpu", and at least on "cuda": at the start of a run
-        support.run.start.with_pack_tokens sets the number there."""
+        run.start.with_pack_tokens sets the number there."""
         default = 8192 if device_type == "cuda" else 2048
         return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 
@@ -527,7 +527,7 @@ class DataConfig(Section):
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
     """With use_multiple_dataloader, but no custom_dataloader, this many prompts come from a set before the next set."""
     custom_dataloader: str | None = None
-    """module:function of yours chooses the set of each prompt of a step (see support/inputs/mixing.py); null: turns."""
+    """module:function of yours chooses the set of each prompt of a step (see base/inputs/mixing.py); null: turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings

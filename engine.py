@@ -23,14 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from base.hf.families import fields_for_vllm
+from base.hf.model_config import ModelConfig
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
+from base.system.exits import Interrupted, StopRun
 from config import Config, GenerationConfig
 from kernels.matmul import bfloat16_factors
 from model import Decoder
-from support.hf.weights import full_tensors
-from support.inputs.families import fields_for_vllm
-from support.inputs.model_config import ModelConfig
-from support.inputs.tokenizer import Tokenizer
-from support.system.exits import Interrupted, StopRun
 
 # vLLM reads these while it is imported.
 os.environ.update(

@@ -1,7 +1,7 @@
 """Environments: take a conversation; return its reward, its outcome and, in multi-turn tasks, an observation.
 
-Owns the interface and the small environments. support/graders/environments.py has the environments that grade in worker
-processes, and builds them by a dataset's env_name; support/graders/reward_function.py has TRL's reward functions.
+Owns the interface and the small environments. base/graders/environments.py has the environments that grade in worker
+processes, and builds them by a dataset's env_name; base/graders/reward_function.py has TRL's reward functions.
 Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports no torch, no vllm.
 """
 
@@ -73,7 +73,7 @@ class Environment:
 
     Its own thread calls `step`, one call at a time, with all waiting turns, while other replies are drawn. Which turns
     share a call is chance: a result must depend on its turn (its group, with whole_groups) only. One with worker
-    processes derives from support.graders.environments.PoolEnvironment: each turn goes to a worker.
+    processes derives from base.graders.environments.PoolEnvironment: each turn goes to a worker.
     """
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts

@@ -1,5 +1,5 @@
 """Scores a model on the validation sets of a config, with the code that scores them during training
-(support/run/validation.py; metrics.py has its numbers).
+(run/validation.py; metrics.py has its numbers).
 
     .venv/bin/torchrun eval.py CONFIG.yaml policy.model_name=FOLDER [key.sub=value ...]         any Hugging Face folder
     .venv/bin/torchrun eval.py CONFIG.yaml checkpointing.resume_from=RUN [key.sub=value ...]    a checkpoint
@@ -10,16 +10,16 @@ Writes eval.json into a new folder eval_001 of logger.log_dir and prints its pat
 import os
 import sys
 
-from support.system.exits import die_with_parent
+from base.system.exits import die_with_parent
 
 if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are imported, which takes a while
     die_with_parent()
 
-from support.check.preflight import ALL_RANKS_GENERATE
-from support.run.start import run_rank
-from support.run.validation import evaluate
-from support.system.disk import keep_console
-from support.system.exits import exit_process
+from base.check.preflight import ALL_RANKS_GENERATE
+from base.system.disk import keep_console
+from base.system.exits import exit_process
+from run.start import run_rank
+from run.validation import evaluate
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN] "

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import PackLayout
+from base.system.exits import StopRun
 from config import Config, GRPOConfig
 from engine import Completion, SamplingOptions
 from head import HeadOptions, PolicyLoss, response_logps
@@ -38,7 +39,6 @@ from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
 from records import Sample
-from support.system.exits import StopRun
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32

@@ -18,9 +18,9 @@ import os
 import sys
 from functools import partial
 
-from support.check import preflight
-from support.system.disk import keep_console
-from support.system.exits import die_with_parent
+from base.check import preflight
+from base.system.disk import keep_console
+from base.system.exits import die_with_parent
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] grpo.py [--check [--gpu=h100] [--all] [--explain]] [--gpu_memory=GiB] "
@@ -42,6 +42,8 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
+from base.system.exits import Interrupted, StopRun, exit_process
+from base.system.optimizer import Optimizer
 from config import Config
 from engine import sync_weights
 from gap import (
@@ -61,10 +63,8 @@ from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
-from support.run import dump, start, steps
-from support.run.validation import validate
-from support.system.exits import Interrupted, StopRun, exit_process
-from support.system.optimizer import Optimizer
+from run import dump, start, steps
+from run.validation import validate
 
 gc.enable()
 gc.freeze()

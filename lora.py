@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from base.hf.lora_layers import adapted_layers
+from base.hf.weights import merged_weight
 from config import LoRAConfig
-from support.hf.lora_layers import adapted_layers
-from support.hf.weights import merged_weight
 
 
 class MergedLinear(torch.autograd.Function):

@@ -1,5 +1,5 @@
 """The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens, or for any other family
-transformers' blocks in its place (`support.hf.blocks`).
+transformers' blocks in its place (`blocks`).
 
 Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
 KL. Parameters have exactly the names of Hugging Face checkpoints.
@@ -21,11 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from attention import GatherRows, PackLayout, packed_attention
+from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
+from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig
 from lora import add_adapters, freeze
 from loss import Metrics
-from support.hf.weights import init_adapters, load_weights, sharded_parameters
-from support.inputs.model_config import ModelConfig, NativeConfig, read_model_config
 
 Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
 
@@ -179,7 +179,7 @@ def body_of(config: ModelConfig, *, recompute: bool | int) -> nn.Module:
     """`Body` for its own families, transformers' blocks for all others."""
     if isinstance(config, NativeConfig):
         return Body(config, recompute=recompute)
-    from support.hf.blocks import TransformersBody  # its seconds of imports are for the runs that need it
+    from blocks import TransformersBody  # its seconds of imports are for the runs that need it
 
     return TransformersBody(config, recompute=recompute)
 
@@ -260,7 +260,7 @@ class Decoder(nn.Module):
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 over a `support.system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes:
+    """Applies FSDP2 over a `base.system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes:
     every block; the embedding and the head, if they are not tied; the root, which has the final norm and a tied
     embedding, whose weight begins and ends the forward.
 

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import config
+from base.system.exits import StopRun
+from base.system.optimizer import Optimizer
 from gap import Gap, gap_problem
 from head import DEVIATION, one_pass_problem
 from metrics import Numbers
-from support.system.exits import StopRun
-from support.system.optimizer import Optimizer
 
 
 def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: bool = False) -> Optimizer:

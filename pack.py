@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import PackLayout
+from base.system.exchange import move_tokens
+from base.system.ranks import Ranks, on_device
 from config import Config
 from head import LossPath
 from records import Sample, groups_of
-from support.system.exchange import move_tokens
-from support.system.ranks import Ranks, on_device
 
 # A sequence has the type Sample, too. Some samples have several sequences, most are their own one sequence.
 # Advantages and train_global_batch_size count samples; packs hold sequences.

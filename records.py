@@ -1,6 +1,6 @@
 """The records that travel through a step: Problem -> Sample with its Grade. Imports neither torch nor vllm.
 
-Does not own: reading rows and their order (support/inputs/), tokens of messages (support/inputs/tokenizer.py), grading
+Does not own: reading rows and their order (base/inputs/), tokens of messages (base/hf/tokenizer.py), grading
 (envs.py), generation (rollout.py), packs (pack.py).
 """
 
@@ -86,9 +86,9 @@ class Sample:
     forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
     of the sample, and count in num_mask_tokens, weight_version, newest_version. is_led: by an agent, which got
     num_calls replies; each is a turn. calls: what it asked for each reply of this sequence, as JSON, on the holder
-    alone (support/agents/calls.py).
+    alone (base/agents/calls.py).
 
-    holder: the only rank that has the tokens; None: all have them. support/system/exchange.py moves them. All ranks
+    holder: the only rank that has the tokens; None: all have them. base/system/exchange.py moves them. All ranks
     have the numbers of tokens, which `count_tokens` sets.
 
     Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],

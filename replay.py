@@ -3,7 +3,7 @@
     .venv/bin/python replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
     .venv/bin/torchrun --nproc_per_node=2 replay.py logs/exp_001/rollouts/step_000081 [key.sub=value ...]
 
-A run with logger.dump_rollouts saves the samples of a step before it trains (support/run/dump.py has the format). This
+A run with logger.dump_rollouts saves the samples of a step before it trains (run/dump.py has the format). This
 command reads them, the run's config.yaml, and the checkpoint before the step (for step 1 the model folder). It trains
 the step by `grpo.update`, as the run did, and prints each metric that the run logged and that now differs. With the
 same config, on a CPU and as many ranks as trained the step, none does: everything is bitwise identical. It starts no
@@ -20,6 +20,14 @@ import numpy as np
 import torch
 
 from advantages import step_advantages
+from base.inputs import reader
+from base.inputs.resume import checkpoint_folder, of_this_program, read_meta
+from base.inputs.run_inputs import num_steps_of, read_inputs
+from base.system.disk import keep_console
+from base.system.exits import exit_process, run_command
+from base.system.files import read_records
+from base.system.optimizer import Optimizer
+from base.system.ranks import Ranks, on_rank0, start_process_group
 from config import ColocatedConfig, Config, ConfigError
 from grpo import compute_logprobs, update
 from metrics import Numbers
@@ -27,16 +35,8 @@ from model import Decoder, Reference
 from optim import build_optimizer, set_learning_rate
 from pack import make_minibatches
 from records import Sample
-from support.inputs import reader
-from support.inputs.files import read_records
-from support.inputs.resume import checkpoint_folder, of_this_program, read_meta
-from support.inputs.run_inputs import num_steps_of, read_inputs
-from support.run import checkpoint, dump
-from support.run.start import build_head, build_policy, build_reference, hash_of_base
-from support.system.disk import keep_console
-from support.system.exits import exit_process, run_command
-from support.system.optimizer import Optimizer
-from support.system.ranks import Ranks, on_rank0, start_process_group
+from run import checkpoint, dump
+from run.start import build_head, build_policy, build_reference, hash_of_base
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] replay.py RUN/rollouts/step_000001 [key.sub=value ...]"
 

@@ -17,16 +17,16 @@ from typing import Protocol
 
 import envs
 from advantages import filter_overlong, is_mixed, shape_rewards
+from base.graders.failures import Failures, reason_of
+from base.graders.grading import Grading, Turns
+from base.hf.tokenizer import Tokenizer
+from base.inputs.mixing import Cursor, Mixture
+from base.system.exchange import share_samples
+from base.system.exits import Interrupted, StopRun
+from base.system.ranks import Ranks, any_rank, gather
 from config import Config
 from engine import Completion, Engine, SamplingOptions
 from records import Grade, Problem, Sample, groups_of, sample_seed
-from support.graders.failures import Failures, reason_of
-from support.graders.grading import Grading, Turns
-from support.inputs.mixing import Cursor, Mixture
-from support.inputs.tokenizer import Tokenizer
-from support.system.exchange import share_samples
-from support.system.exits import Interrupted, StopRun
-from support.system.ranks import Ranks, any_rank, gather
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
@@ -146,7 +146,7 @@ def seed_of(conversation: Conversation) -> int:
 
 
 class AgentEndpoint(Protocol):
-    """What the sampler needs of support.agents.endpoint.Endpoint."""
+    """What the sampler needs of base.agents.endpoint.Endpoint."""
 
     def open(
         self, seed_key: tuple[int, ...], options: SamplingOptions, priority: int, max_calls: int
@@ -160,7 +160,7 @@ class AgentEndpoint(Protocol):
 
 
 class RewardModel(Protocol):
-    """What the sampler needs of support.run.reward_model.RewardModel."""
+    """What the sampler needs of run.reward_model.RewardModel."""
 
     def grade(self, samples: Sequence[Sample], engine: Engine) -> None: ...
 

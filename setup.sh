@@ -86,7 +86,7 @@ failed() {
 cd "$(dirname "${BASH_SOURCE[0]}")"
 GRPO_DEVICE=${GRPO_DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)}
 lock=requirements/$GRPO_DEVICE.txt
-export GRPO_DEVICE  # the run holds torch to it (support/system/ranks.py)
+export GRPO_DEVICE  # the run holds torch to it (base/system/ranks.py)
 [[ -f $lock ]] || die "GRPO_DEVICE must be cpu or cuda, not '$GRPO_DEVICE'"
 if [[ -n ${GRPO_PYTHON:-} ]]; then
     PYTHON=$(command -v "$GRPO_PYTHON") || die "GRPO_PYTHON=$GRPO_PYTHON is not a program"

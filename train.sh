@@ -83,7 +83,7 @@ fi
 # The check has fetched model and data for this node, so its ranks need not ask the hub all at once.
 ((num_nodes == 1)) || export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 
-export GRPO_PARENT=$$  # support/system/launch.py ends with it
+export GRPO_PARENT=$$  # base/system/launch.py ends with it
 # By default torchrun gives each rank one thread; with all cores for each rank, ranks are 30x slower.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
@@ -91,7 +91,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))
 # After a signal the ranks finish their step and save; torchrun would kill them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # --signals-to-handle: by default torchrun dies of SIGUSR1 and leaves orphans.
-launch=("$PYTHON" -m support.system.launch "${rendezvous[@]}" --nproc_per_node="$nproc"
+launch=("$PYTHON" -m base.system.launch "${rendezvous[@]}" --nproc_per_node="$nproc"
     --signals-to-handle="SIGTERM,SIGINT,SIGHUP,SIGUSR1" grpo.py "$config" "$@" "${memory[@]}")
 printf -v line ' %q' "${launch[@]}"
 settings="OMP_NUM_THREADS=$OMP_NUM_THREADS TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

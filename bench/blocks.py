@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from attention import PackLayout
+from base.hf.model_config import ModelConfig
 from head import HeadOptions, response_logps
 from model import Decoder, shard
-from support.inputs.model_config import ModelConfig
 
 HF = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 STARTER = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -1,5 +1,5 @@
 """What fits into which GPUs, with which keys, by the memory plan; and the seconds of a step, computed, not measured
-(support/check/step_time.py). Prints the table of docs/gpus.md, and that of bench/results/step_time.md.
+(base/plan/step_time.py). Prints the table of docs/gpus.md, and that of bench/results/step_time.md.
 
     .venv/bin/python -m bench.fits
 """
@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from support.check import memory_fit
-from support.check.memory_plan import GIB, Plan
-from support.check.step_time import GPUS as GPU_BY_WORD
-from support.check.step_time import Gpu, Step, number, phase_seconds
-from support.inputs import reader
-from support.inputs.model_config import ModelConfig
+from base.check import memory_fit
+from base.hf.model_config import ModelConfig
+from base.inputs import reader
+from base.plan.memory_plan import GIB, Plan
+from base.plan.step_time import GPUS as GPU_BY_WORD
+from base.plan.step_time import Gpu, Step, number, phase_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -246,7 +246,7 @@ def rank_main(mode: str, recording: Path, out: Path, task: str) -> None:
     if mode == "replay":  # without the minutes and the memory of vLLM
         importlib.import_module("fake_vllm").install()
     code = run(TASKS[task], recording if mode == "replay" else None, out, int(os.environ["RANK"]))
-    importlib.import_module("support.system.exits").exit_process(code)
+    importlib.import_module("base.system.exits").exit_process(code)
 
 
 def launch(mode: str, recording: Path, out: Path, task: str, num_ranks: int) -> bool:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
+from base.system.exits import exit_process
+from base.system.ranks import Ranks, start_process_group
 from bench.train_step import QWEN, TINY, TOKENIZER, config_of, head_of, random_batch, random_policy, seconds
 from grpo import compute_gradients
-from support.system.exits import exit_process
-from support.system.ranks import Ranks, start_process_group
 
 EIGHT = QWEN | {
     "model_type": "qwen3",

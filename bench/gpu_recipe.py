@@ -25,13 +25,13 @@ from unittest import mock
 import torch
 
 import grpo
+from base.hf.model_config import ModelConfig
+from base.inputs import reader
+from base.system.exits import exit_process
 from bench.head import ROOT
 from bench.train_step import QWEN, set_way
 from loss import policy_loss
-from support.inputs import reader
-from support.inputs.model_config import ModelConfig
-from support.run import start
-from support.system.exits import exit_process
+from run import start
 
 QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
 

@@ -19,15 +19,15 @@ from types import SimpleNamespace
 import torch
 
 import engine as engine_module  # noqa: F401  (first: bench/train_step.py goes on without vLLM, here nothing can)
+from base.hf.weights import sharded_parameters
+from base.system.exits import exit_process
+from base.system.ranks import start_process_group
 from bench.gpu_smoke import check, failed, speed, used_gib
 from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
 from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
 from head import HeadOptions
-from support.hf.weights import sharded_parameters
-from support.system.exits import exit_process
-from support.system.ranks import start_process_group
 
 
 def seconds(run) -> float:

@@ -180,7 +180,7 @@ def main() -> None:
     def alarm(*_) -> None:
         raise TimeoutError(f"more than {SECONDS} s")
 
-    # As in training (support/system/ranks.py): a matmul that splits its sum adds the parts in float32. All heads alike.
+    # As in training (base/system/ranks.py): a matmul that splits its sum adds the parts in float32. All heads alike.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     signal.signal(signal.SIGALRM, alarm)
     peers.unpack()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import PackLayout
+from base.hf.model_config import ModelConfig
+from base.system.ranks import start_process_group
 from bench.train_step import QWEN, random_policy, set_way
 from head import HeadOptions, response_logps
 from model import Decoder
-from support.inputs.model_config import ModelConfig
-from support.system.ranks import start_process_group
 
 SIZES = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 1}
 SMALL = QWEN | SIZES | {"vocab_size": 512, "head_dim": 8}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.inputs.model_config import ModelConfig
+from base.hf.model_config import ModelConfig
 
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FIELDS += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")

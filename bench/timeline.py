@@ -42,7 +42,7 @@ def caller() -> tuple[str, str]:
         if not unit and hasattr(holder, "_module_fqn"):
             unit = holder._module_fqn or "root"
         is_ours = file.startswith(f"{ROOT}/") and "/.venv/" not in file
-        if is_ours and file not in (__file__, f"{ROOT}/support/system/ranks.py"):
+        if is_ours and file not in (__file__, f"{ROOT}/base/system/ranks.py"):
             return f"{file[len(str(ROOT)) + 1 :]}:{frame.f_code.co_name}", unit
         frame = frame.f_back
     return "", unit
@@ -58,8 +58,8 @@ def record_rank(folder: str) -> None:
 
     import engine
     import grpo
-    from support.run import steps
-    from support.run.log import Timers
+    from run import steps
+    from run.log import Timers
 
     recorded: list[dict] = []
 
@@ -293,9 +293,9 @@ def draw(recorded: dict, plan, dark: bool) -> str:
 
 
 def write_pictures(folder: Path) -> None:
+    from base.inputs import reader
+    from base.plan.memory_plan import Plan
     from bench.fits import GIB, VOCAB, model_config
-    from support.check.memory_plan import Plan
-    from support.inputs import reader
 
     cfg = reader.load(ROOT / "configs" / "math_1b.yaml", ["loss_fn.reference_policy_kl_penalty=0"])
     plan = Plan(cfg, model_config("Qwen2.5-1.5B"), VOCAB, 2, 80 * GIB)

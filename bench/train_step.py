@@ -37,6 +37,12 @@ except Exception as error:  # nothing here has an engine: on a machine without v
 import grpo
 import records
 from attention import PackLayout
+from base.hf.model_config import ModelConfig
+from base.hf.weights import sharded_parameters
+from base.inputs import reader
+from base.system.exits import exit_process
+from base.system.optimizer import Optimizer
+from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
 from config import Config
 from head import HeadOptions, LossPath, compiled_loss
@@ -45,14 +51,8 @@ from loss import policy_loss
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
-from support.hf.weights import sharded_parameters
-from support.inputs import reader
-from support.inputs.model_config import ModelConfig
-from support.run.speed import PEAK_TFLOPS, train_flops
-from support.run.start import choose_attention, compiles
-from support.system.exits import exit_process
-from support.system.optimizer import Optimizer
-from support.system.ranks import Ranks, start_process_group
+from run.speed import PEAK_TFLOPS, train_flops
+from run.start import choose_attention, compiles
 
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}

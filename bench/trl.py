@@ -34,8 +34,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from base.system.exits import die_with_parent
 from bench.head import ROOT, facts
-from support.system.exits import die_with_parent
 
 TRL = ROOT / ".gpu" / "trl"
 NEEDED = ("trl", "accelerate", "datasets", "pandas", "xxhash", "multiprocess", "dateutil")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from support.system import exits
+from base.system import exits
 
 
 def reward(completion_ids, **_) -> list[float]:

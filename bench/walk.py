@@ -4,7 +4,7 @@
 
 Runs the first step of `configs/three_tasks.yaml` with the math task alone, one prompt and four samples, on one rank and
 with the real engine, under `sys.setprofile`. Prints a table of stages; docs/walkthrough.md holds it. A stage is a timed
-phase of `grpo.train`, and what follows the last one. Operation (support/run/, support/system/) is listed apart: no
+phase of `grpo.train`, and what follows the last one. Operation (run/, base/system/) is listed apart: no
 token, reward or gradient goes through it. With --long every function in the order of its first call. --write: the step
 as docs/walkthrough.md reads it, its samples, metrics and functions, to RECORDING.
 """
@@ -33,7 +33,7 @@ SETTINGS = [
     *("data.train=null", "data.train.data_path=examples/three_tasks/subtract.jsonl", "data.train.env_name=math"),
     *("checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false"),
 ]
-OPERATION = ("support/run/", "support/system/", "support/split/", "support/check/")
+OPERATION = ("run/", "base/system/", "base/check/", "base/plan/")
 
 
 class Trace:
@@ -66,7 +66,7 @@ class Trace:
 def trace_step(words: list[str]) -> Trace:
     """Runs the program, and traces its only step."""
     import grpo
-    from support.run import steps
+    from run import steps
 
     trace = Trace()
     remaining_steps, end_step, sample_metrics = steps.remaining_steps, steps.end_step, grpo.sample_metrics
@@ -149,7 +149,7 @@ def main() -> None:
         for stage, file, function in trace.calls:
             print(f"{stage:32} {file:28} {function}  x{trace.calls[stage, file, function]}")
     print(table(trace))
-    from support.system.exits import exit_process
+    from base.system.exits import exit_process
 
     exit_process(0)
 

@@ -43,7 +43,7 @@ TOGETHER = {
     "served": ("agents/test_endpoint.py", "agents/test_rollouts.py"),
 }
 # Half a minute each: begun late, one of them would run alone at the end.
-LONG_FILES = ("judges/tests/test_code.py", "examples/test_forks.py", "run/test_generators.py")
+LONG_FILES = ("judges/tests/test_code.py", "examples/test_forks.py", "split/test_generators.py")
 LONG_FILES += ("system/test_replicas.py", "command/test_nodes.py", "command/test_kill.py", "core/test_fast_run.py")
 LONG_FILES += ("command/test_resumed_run.py", "command/test_numbers.py")
 
@@ -163,7 +163,7 @@ def one_rank():
     """The process group of a lone rank, and its mesh: (ranks, device, mesh)."""
     import torch.distributed as dist
 
-    from support.system.ranks import start_process_group
+    from base.system.ranks import start_process_group
 
     ranks, device = start_process_group(tp_size=1)
     return ranks, device, dist.init_device_mesh(device.type, (1,))
@@ -182,9 +182,9 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
+    from base.hf.model_config import read_model_config
+    from base.hf.tokenizer import Tokenizer
     from engine import Engine
-    from support.inputs.model_config import read_model_config
-    from support.inputs.tokenizer import Tokenizer
 
     # 256: more than a block of the prefix cache
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)

@@ -61,13 +61,13 @@ def expect_value(section: type, name: str, value: str) -> None:
     expect(value in values, f'config.py, {section.__name__}: {name} has no value "{value}"')
 
 
-RULES = "support/check/contradictions.py"
+RULES = "base/check/contradictions.py"
 
 
 def said_of(*settings: str) -> list[str]:
     """What the rules refuse of the smoke run with these settings, words of a command."""
-    from support.check.contradictions import contradictions
-    from support.inputs.reader import load
+    from base.check.contradictions import contradictions
+    from base.inputs.reader import load
 
     return list(contradictions(load(str(ROOT / "configs" / "smoke.yaml"), list(settings))))
 
@@ -509,8 +509,8 @@ def check_nines() -> None:
 
 
 def check_sqlite() -> None:
+    from base.inputs.sources import open_source
     from config import DataError, DatasetConfig
-    from support.inputs.sources import open_source
 
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/train.db"
@@ -574,11 +574,11 @@ def check_family(name: str, cases: list[dict], defaults: list[str]) -> None:
     import transformers
     from families import make_family
 
-    from support.inputs.families import FAMILIES
+    from base.hf.families import FAMILIES
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    expect(name in FAMILIES, f'support/inputs/families.py, FAMILIES: there is no "{name}"')
+    expect(name in FAMILIES, f'base/hf/families.py, FAMILIES: there is no "{name}"')
     for case in cases:
         hf_model = make_family(name, **case)
         try:
@@ -591,8 +591,8 @@ def check_model(hf_model, defaults: list[str], said: str) -> None:
     """Names, shapes and logits against transformers, over a pack with shared prompts."""
     from test_blocks import folder_of, packed, segments
 
+    from base.hf.model_config import read_model_config
     from model import load_policy
-    from support.inputs.model_config import read_model_config
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = folder_of(hf_model, Path(temporary))

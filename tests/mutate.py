@@ -23,7 +23,7 @@ NO_PRODUCT = ("tests", "bench", "examples", "tools", "docs")
 
 def place_of(root: Path, file: str, find: str) -> Path:
     """The file with the text: the one of this name, else whichever one has it."""
-    files = sorted(file for kind in ("*.py", "support/*/*.yaml") for file in root.rglob(kind))
+    files = sorted(file for kind in ("*.py", "base/*/*.yaml") for file in root.rglob(kind))
     files = [file for file in files if not {*NO_PRODUCT} & {*file.relative_to(root).parts}]
     holders = [file for file in files if find in file.read_text()]
     holders = [holder for holder in holders if holder.name == Path(file).name] or holders

@@ -7,7 +7,7 @@ import time
 import pytest
 from ranks import ends_of, ranks
 
-from support.system.ranks import gather, start_process_group
+from base.system.ranks import gather, start_process_group
 
 pytestmark = pytest.mark.slow
 

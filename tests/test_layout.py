@@ -16,24 +16,12 @@ pytestmark = pytest.mark.house
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A unit (a file on top, a folder, or a room of support/) imports units of its own level and of the levels before it;
-# files never import each other in a circle.
-LEVELS = (
-    ("config",),
-    ("support/__init__", "kernels", "judges", "support/system", "records"),
-    ("envs", "advantages", "loss", "head", "attention"),
-    ("support/graders", "support/agents", "support/hf", "support/inputs", "lora", "pack"),
-    ("support/check",),
-    ("model", "engine"),
-    ("metrics", "rollout"),
-    ("gap", "ahead"),
-    ("optim",),
-    ("support/run", "support/split"),
-    ("eval",),
-    ("grpo",),
-    ("replay",),
-)
-LEVEL_OF = {unit: number for number, level in enumerate(LEVELS) for unit in level}
+# The rooms of base/, the lowest first: each imports those before it.
+ROOMS = ("system", "graders", "hf", "agents", "inputs", "plan", "check")
+# What base/ may import of the core.
+BELOW_BASE = {"config.py", "records.py", "envs.py", "kernels/__init__.py", "kernels/sizes.py"}
+ENTRIES = {"grpo.py", "eval.py", "replay.py"}
+ALONE = ("judges", "kernels")  # folders that import nothing but themselves
 OUTSIDE = ("tests", "judges/tests", "bench", "examples", "tools")  # nothing of the product imports these
 
 
@@ -54,9 +42,9 @@ PRODUCT = [name for name in FILES if name.split("/")[0] not in OUTSIDE]
 FILE_OF = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in PRODUCT}
 
 
-def unit_of(name):
-    parts = name.removesuffix(".py").split("/")
-    return "/".join(parts[:2]) if parts[0] == "support" else parts[0]
+def folder_of(name):
+    """base, run, judges or kernels; "" for a file on top."""
+    return name.rpartition("/")[0].split("/")[0]
 
 
 def imports(tree):
@@ -90,22 +78,54 @@ def with_all_it_imports(names):
     return sorted(found)
 
 
-def test_every_unit_has_its_level():
-    assert {unit_of(name) for name in PRODUCT} == LEVEL_OF.keys(), "a new file or folder: say in LEVELS where it stands"
+def wrong_imports(name, used):
+    """Which rules the import of file `used` by file `name` breaks."""
+    importer, imported = folder_of(name), folder_of(used)
+    broken = []
+    if importer in ALONE and imported != importer:
+        broken.append(f"{importer}/ imports only itself")
+    if importer == "base":
+        if imported not in ("base", "judges") and used not in BELOW_BASE:
+            broken.append("base/ is below the core")
+        rooms = [file.split("/")[1] for file in (name, used) if file.count("/") == 2 and file.startswith("base/")]
+        if len(rooms) == 2 and ROOMS.index(rooms[1]) > ROOMS.index(rooms[0]):
+            broken.append("the rooms of base/ import one way")
+    if imported == "run" and importer != "run" and name not in ENTRIES:
+        broken.append("run/ is for the entries")
+    if used in ENTRIES and (name, used) != ("replay.py", "grpo.py"):
+        broken.append("only the replay imports an entry")
+    return broken
 
 
-def test_imports_go_one_way():
+def test_a_path_says_what_a_file_may_import():
     for name in PRODUCT:
+        for used in IMPORTED[name]:
+            assert wrong_imports(name, used) == [], (name, used)
         relative = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.ImportFrom) and node.level]
         assert not relative or name.startswith("judges/"), "only judges/ has another name, in its workers"
-        later = [used for used in IMPORTED[name] if LEVEL_OF.get(unit_of(used), 0) > LEVEL_OF.get(unit_of(name), 99)]
-        assert later == [], name
         assert not {*OUTSIDE} & packages(TREES[name]), name
-        assert "transformers" not in packages(TREES[name]) or name == "support/hf/blocks.py", name
+        assert "transformers" not in packages(TREES[name]) or name == "blocks.py", name
         assert "vllm" not in packages(TREES[name]) or name == "engine.py", name
-        if name.startswith(("kernels/", "judges/")):
-            folder = name.split("/")[0]
-            assert all(used.startswith(f"{folder}/") for used in IMPORTED[name]), f"{folder}/ imports only itself"
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "is_wrong"),
+    [
+        ("base/hf/weights.py", "model.py", True),
+        ("base/plan/memory_plan.py", "kernels/sizes.py", False),
+        ("base/inputs/reader.py", "run/folder.py", True),
+        ("base/system/disk.py", "base/inputs/reader.py", True),
+        ("base/inputs/reader.py", "base/system/disk.py", False),
+        ("pack.py", "run/log.py", True),
+        ("eval.py", "run/validation.py", False),
+        ("run/steps.py", "grpo.py", True),
+        ("replay.py", "grpo.py", False),
+        ("kernels/logp.py", "loss.py", True),
+        ("judges/pool.py", "config.py", True),
+    ],
+)
+def test_the_rules_see_a_wrong_import(name, used, is_wrong):
+    assert bool(wrong_imports(name, used)) == is_wrong
 
 
 def test_no_file_imports_in_a_circle():
@@ -117,8 +137,8 @@ def test_no_file_imports_in_a_circle():
 
 
 def test_check_needs_no_torch():
-    """`--check` answers before torch is loaded: no file of inputs or check, nor what one imports, needs torch."""
-    names = with_all_it_imports(name for name in PRODUCT if name.startswith(("support/check/", "support/inputs/")))
+    """`--check` answers before torch is loaded: no file of check/, nor what one imports, needs torch."""
+    names = with_all_it_imports(name for name in PRODUCT if name.startswith("base/check/"))
     assert [name for name in names if {"torch", "triton", "vllm"} & packages(TREES[name])] == []
 
 

@@ -9,7 +9,7 @@ import pytest
 pytestmark = pytest.mark.house
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("docs", "examples", "bench", "tests", "support", "judges")
+FOLDERS = ("docs", "examples", "bench", "tests", "base", "run", "judges")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 PICTURE = re.compile(r'<(?:img|source)[^>]*?\ssrc(?:set)?="([^"]+)"')

@@ -22,11 +22,11 @@ from typing import Any
 
 import yaml
 
+from base.check import rules
+from base.inputs import yaml_text
+from base.inputs.keys import FIELDS, default_text, hint, text_of
+from base.system.files import read_text
 from config import ConfigError, shortened
-from support.check import rules
-from support.inputs import yaml_text
-from support.inputs.files import read_text
-from support.inputs.keys import FIELDS, default_text, hint, text_of
 from tools import from_trl, from_verl, theirs
 from tools.made import GRADED_BY, YOURS, Made
 from tools.theirs import Unread, Values

@@ -10,17 +10,17 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from base.check.preflight import ALL_RANKS_GENERATE
+from base.hf.model_config import resolve_folder
+from base.inputs import reader, resume
+from base.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
+from base.system.disk import keep_console
+from base.system.exits import exit_process, run_command
+from base.system.ranks import on_rank0, start_process_group
 from config import ConfigError
-from support.check.preflight import ALL_RANKS_GENERATE
-from support.inputs import reader, resume
-from support.inputs.model_config import resolve_folder
-from support.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
-from support.run import checkpoint
-from support.run.start import build_policy, hash_of_base
-from support.run.steps import export
-from support.system.disk import keep_console
-from support.system.exits import exit_process, run_command
-from support.system.ranks import on_rank0, start_process_group
+from run import checkpoint
+from run.start import build_policy, hash_of_base
+from run.steps import export
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.export logs/exp_001 [STEP | best] [key.sub=value ...]"
 

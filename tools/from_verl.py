@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from base.inputs.keys import text_of
 from config import ConfigError
-from support.inputs.keys import text_of
 from tools.made import GRADED_BY, Made, number, whole
 
 ACTOR = "actor_rollout_ref.actor"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from base.inputs.keys import text_of
 from config import ConfigError
-from support.inputs.keys import text_of
 
 GRADED_BY = "data.default.env_name"
 YOURS = "your_module:"  # what --check cannot import: the user is to name a function of theirs in its place

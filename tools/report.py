@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from base.inputs.yaml_text import plain_yaml
+from base.system.disk import describe_os_error, write_whole
+from base.system.files import parse_json, read_bytes
 from config import ConfigError
-from support.inputs.files import parse_json, read_bytes
-from support.inputs.yaml_text import plain_yaml
-from support.system.disk import describe_os_error, write_whole
 from tools.report_samples import (
     COLUMNS,
     DUMPED,

@@ -1,7 +1,7 @@
 """The samples that a report shows: which are kept, their tokens with numbers, an agent's messages as a tree. No torch.
 
-A sample is what samples.jsonl has of it (support/run/log.py), and in a dumped step also what the dump has
-(support/run/dump.py). Whatever is not as they write it is left out: a folder may be damaged, and texts may be hostile.
+A sample is what samples.jsonl has of it (run/log.py), and in a dumped step also what the dump has
+(run/dump.py). Whatever is not as they write it is left out: a folder may be damaged, and texts may be hostile.
 """
 
 import json
@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from base.system.files import open_file, read_records
 from config import ConfigError
-from support.inputs.files import open_file, read_records
 
 T = TypeVar("T")
 # What the page knows of the tokens of a reply: "lengths", by which it cuts the text, and some of COLUMNS.

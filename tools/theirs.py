@@ -9,10 +9,10 @@ from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from base.inputs import yaml_text
+from base.inputs.keys import text_of
+from base.system.files import parse_json, read_text
 from config import ConfigError, shortened
-from support.inputs import yaml_text
-from support.inputs.files import parse_json, read_text
-from support.inputs.keys import text_of
 from tools import theirs_python, theirs_shell
 from tools.python_values import Unread, Values
 

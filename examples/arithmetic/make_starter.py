@@ -20,10 +20,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from attention import PackLayout
+from base.hf import tokenizer as hf_tokenizer
+from base.hf.weights import save_hf
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
 from model import Decoder, ModelConfig
-from support.hf.weights import save_hf
-from support.inputs import tokenizer as hf_tokenizer
 
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0

@@ -11,10 +11,10 @@ The answer is the text of the reply's last <answer>, or the whole reply. The rew
 import ast
 from functools import cache
 
+from base.graders.environments import PoolEnvironment
 from config import ConfigError
 from envs import StepResult
 from judges.pool import GraderPool
-from support.graders.environments import PoolEnvironment
 
 
 def rows(cfg):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 import envs
+from base.graders.environments import PoolEnvironment
 from config import ConfigError
 from envs import StepResult, Turn
 from judges import sandbox
 from judges.pool import Graded, GraderPool
-from support.graders.environments import PoolEnvironment
 
 CALL = re.compile(r"<(calc|python)>((?:(?!<\1>).)*)</\1>\s*\Z", re.DOTALL)
 MAX_RESULT_CHARS = 1000

@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from base.inputs.sources import open_source, with_preset
 from config import DataError, DatasetConfig
-from support.inputs.sources import open_source, with_preset
 
 # Split -> number of rows and sha256 of grade_school_math/data/SPLIT.jsonl in openai/grade-school-math.
 SPLITS = {

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import save_hf
 from examples.arithmetic import make_starter
 from examples.arithmetic.make_problems import needs_carry, sum_without_carry
 from model import Decoder, load_policy
-from support.hf.weights import save_hf
-from support.inputs.tokenizer import Tokenizer
 
 NUM_TRAIN, NUM_HELDOUT = 1500, 100
 FORGET_SHARE, SWAP_SHARE = 0.6, 0.5

@@ -250,7 +250,7 @@ print(pool.grade([0])[0])
 
 def test_no_module_of_the_user_is_shadowed(tmp_path):
     """Modules of the names that judges/ and its workers use: the function sees the user's, and stdlib's math."""
-    names = ("codec", "code_judge", "config", "math_text", "sandbox", "worker", "pool", "support")
+    names = ("codec", "code_judge", "config", "math_text", "sandbox", "worker", "pool", "base", "run")
     for name in names:
         (tmp_path / f"{name}.py").write_text(f"mine = {name!r}\n")
     listed = ", ".join(name for name in names if name != "codec")

@@ -15,6 +15,14 @@ from dist_case import settings
 from loop import CPU
 
 from advantages import step_advantages
+from base.agents.calls import Rollout
+from base.agents.environment import WORKER, Agent
+from base.agents.parser import Parsed, ReplyParser
+from base.agents.wire_chat import Refused, Request, link_of, read_message
+from base.check import preflight
+from base.hf.tokenizer import Tokenizer
+from base.inputs.reader import load
+from base.system.ranks import Ranks
 from config import AgentConfig, ChatServerConfig, ConfigError, SequencePackingConfig
 from grpo import compute_loss
 from head import HeadOptions, LossPath
@@ -22,14 +30,6 @@ from judges import worker
 from judges.pool import Graded
 from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
 from records import Grade, Sample
-from support.agents.calls import Rollout
-from support.agents.chat import Refused, Request, link_of, read_message
-from support.agents.environment import WORKER, Agent
-from support.agents.parser import Parsed, ReplyParser
-from support.check import preflight
-from support.inputs.reader import load
-from support.inputs.tokenizer import Tokenizer
-from support.system.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.modules[worker.PACKAGE] = sys.modules["judges"]  # as in a worker
@@ -452,8 +452,8 @@ THOUGHTS = [  # sampled; what a client may write as the content of the next turn
 @pytest.mark.slow
 @pytest.mark.parametrize(("sampled", "echoes"), THOUGHTS)
 def test_a_client_that_puts_the_thought_back_continues_its_sequence(sampled, echoes, tiny):
+    from base.agents.endpoint import Endpoint
     from engine import reply_parsers
-    from support.agents.endpoint import Endpoint
 
     tokenizer = Tokenizer(tiny[0], CHATML)
     tokenizer.backend.add_tokens(["<think>", "</think>"])

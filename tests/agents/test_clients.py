@@ -23,13 +23,13 @@ from dist_case import settings
 from loop import train_once
 from two_nodes import free_port
 
+from base.agents.endpoint import Endpoint
+from base.agents.parser import Parsed
+from base.hf.tokenizer import Tokenizer
+from base.inputs.reader import load
 from config import AgentConfig
 from engine import Completion
 from pack import pack_samples, to_device
-from support.agents.endpoint import Endpoint
-from support.agents.parser import Parsed
-from support.inputs.reader import load
-from support.inputs.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

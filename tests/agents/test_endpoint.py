@@ -14,9 +14,9 @@ import pytest
 import torch
 from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, gap_of, post, record_draws, serve
 
+from base.agents.calls import fill
 from pack import pack_samples, to_device
 from records import Grade, Sample
-from support.agents.calls import fill
 
 pytestmark = pytest.mark.slow
 NUM_ROLLOUTS = 8  # 64 in docs/LOG.md

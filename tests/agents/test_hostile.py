@@ -14,16 +14,16 @@ from agent_case import MAX_TOKENS, OPTIONS, TOOLS, endpoint_of, post, sample, se
 from hostile_agent import TEXTS
 from run_life import Life
 
+from base.agents import server
+from base.agents.parser import ReplyParser
+from base.graders.grading import Grading
+from base.graders.reward_function import RewardFunction
+from base.hf.tokenizer import Tokenizer
+from base.system.disk import printable
+from base.system.exits import StopRun, report_exit
+from base.system.ranks import Ranks
 from config import AgentConfig, ChatServerConfig
 from envs import Environment, Turn
-from support.agents import server
-from support.agents.parser import ReplyParser
-from support.graders.grading import Grading
-from support.graders.reward_function import RewardFunction
-from support.inputs.tokenizer import Tokenizer
-from support.system.disk import printable
-from support.system.exits import StopRun, report_exit
-from support.system.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 USER = [{"role": "user", "content": "hi"}]

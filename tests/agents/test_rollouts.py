@@ -17,10 +17,10 @@ from agent_case import TEMPERATURE, endpoint_of, sample
 from dist_case import settings
 from loop import train_once
 
+from base.agents.environment import Agent
+from base.system.exits import StopRun
 from config import AgentConfig, ConfigError, LoggerConfig
-from support.agents.environment import Agent
-from support.run.log import RunLog
-from support.system.exits import StopRun
+from run.log import RunLog
 
 pytestmark = pytest.mark.slow
 

@@ -12,16 +12,16 @@ from agent_case import MAX_TOKENS, OPTIONS, TEMPLATE, endpoint_of, post, serve
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from base.agents.calls import Rollout, fill
+from base.agents.endpoint import Endpoint, Stream
+from base.agents.parser import Parsed, ReplyParser
+from base.agents.wire_anthropic import Messages
+from base.agents.wire_chat import Answer, Chat, Reply, Token, link_of, read_message
+from base.agents.wire_responses import Responses
+from base.hf.tokenizer import Tokenizer
 from config import ChatServerConfig
 from engine import SamplingOptions, reply_parsers
 from records import Grade, Sample
-from support.agents.calls import Rollout, fill
-from support.agents.chat import Answer, Chat, Reply, Token, link_of, read_message
-from support.agents.endpoint import Endpoint, Stream
-from support.agents.messages import Messages
-from support.agents.parser import Parsed, ReplyParser
-from support.agents.responses import Responses
-from support.inputs.tokenizer import Tokenizer
 
 SYSTEM = "Be brief."
 NAME, SCHEMA = "f", {"type": "object", "properties": {"q": {"type": "integer"}}}

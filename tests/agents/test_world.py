@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from base.agents.environment import Agent
 from config import AgentConfig
 from envs import Turn
 from judges.pool import GraderPool
-from support.agents.environment import Agent
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -50,7 +50,7 @@ def is_ours(name):
 def make_folder(folder):
     """An agent's folder: its program, agent.py, checks that it has imported the folder's modules."""
     modules, folders = names_of_the_repository()
-    assert {"config", "model", "loss", "worker"} <= set(modules) and {"tools", "judges", "support"} <= set(folders)
+    assert {"config", "model", "loss", "worker"} <= set(modules) and {"tools", "judges", "base", "run"} <= set(folders)
     owner = f"owner = {folder.name!r}\n"
     folder.mkdir()
     for name in modules:

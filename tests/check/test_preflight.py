@@ -11,12 +11,12 @@ import pytest
 from hf_folders import QWEN2
 
 import config
+from base.check import preflight, rules
+from base.check.preflight import check
+from base.hf.model_config import ModelConfig
+from base.inputs import reader, run_inputs
+from base.inputs.run_inputs import check_fits, check_reward_names, read_inputs
 from config import ConfigError
-from support.check import preflight, rules
-from support.check.preflight import check
-from support.inputs import reader, run_inputs
-from support.inputs.model_config import ModelConfig
-from support.inputs.run_inputs import check_fits, check_reward_names, read_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,7 +122,7 @@ def test_stop_tokens_are_ids_of_the_tokenizer(tmp_path):
 
 
 def without_plan(summary):
-    """The lines before the memory plan, which tests/check/test_memory_plan.py holds, without ranks and disk."""
+    """The lines before the memory plan, which tests/plan/test_memory_plan.py holds, without ranks and disk."""
     return [line for line in summary.split("\nmemory ")[0].splitlines() if not line.startswith(("ranks ", "disk "))]
 
 

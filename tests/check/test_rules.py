@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from advantages import estimate_advantages
+from base.check.contradictions import RULES
+from base.check.preflight import ALL_RANKS_GENERATE, parse_command_line
+from base.check.rules import check_config, fewest_ranks, must_save_by_seconds
+from base.inputs import keys
+from base.inputs.reader import load
 from config import CheckpointingConfig, ConfigError
-from support.check.contradictions import RULES
-from support.check.preflight import ALL_RANKS_GENERATE, parse_command_line
-from support.check.rules import check_config, fewest_ranks, must_save_by_seconds
-from support.inputs import keys
-from support.inputs.reader import load
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]

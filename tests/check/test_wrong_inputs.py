@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from base.check.rules import load_checked
 from config import ConfigError
-from support.check.rules import load_checked
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_DATA = "data: {train: {data_path: train.jsonl}, validation: {data_path: val.jsonl}}"

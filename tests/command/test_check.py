@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import config
-from support.check import preflight
+from base.check import preflight
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"

@@ -18,7 +18,7 @@ from small_run import write_rows
 from torch import equal
 from two_nodes import ROOT, Job, copy_of_repository, environment, free_port, run_words, start, wait_until
 
-from support.system import exits
+from base.system import exits
 
 PLAYED_RUN = """
 import json, os, signal, sys, time
@@ -51,7 +51,7 @@ def played(tmp_path_factory):
     job = Job(work, ["my.yaml", "grpo.seed=2"])
     codes = []
     words = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "grpo.py"]
-    command = [sys.executable, "-m", "support.system.launch", "--rdzv_conf=is_host=0,read_timeout=1", *words]
+    command = [sys.executable, "-m", "base.system.launch", "--rdzv_conf=is_host=0,read_timeout=1", *words]
     env = environment(work, GRPO_EXIT_FILE=str(work / "exit.json"))
     lonely = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
     part = job.start_part()

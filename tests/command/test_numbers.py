@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ranks import ranks
 from small_run import ROOT, arguments, write_rows
 
-import support.system.ranks
-from support.system.ranks import Ranks
+import base.system.ranks
+from base.system.ranks import Ranks
 
 LOOSE = ("grpo.logp_gap_limit=null", "grpo.max_bad_steps=2")
 LIMIT = ("grpo.logp_gap_limit=100", "grpo.max_bad_steps=0")
@@ -49,11 +49,11 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     """Of each case: the exit code and reason, the numbers of the last step, whether the weights moved and are finite,
     and what was saved; and the timeouts of all process groups."""
     import grpo
-    from support.run import steps
+    from run import steps
 
     os.chdir(ROOT)
-    support.system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
-    place, device = support.system.ranks.start_process_group(tp_size=2)  # with a group for the engine
+    base.system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
+    place, device = base.system.ranks.start_process_group(tp_size=2)  # with a group for the engine
     groups = dist.distributed_c10d._world.pg_map
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     place = Ranks(place.rank, place.world_size, place.local_rank, tp_size=1)

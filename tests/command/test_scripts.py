@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PLAYED_RUN = """
 import json, os, signal, sys, time
-from support.system.disk import keep_console
+from base.system.disk import keep_console
 keep_console()
 if sys.argv[1] == "--check":
     if "WORLD_SIZE" not in os.environ:
@@ -44,7 +44,7 @@ if "end=signal" in sys.argv:
     open("seen_" + rank, "w").write(str(seen))
 if "end=exit" in sys.argv:
     os._exit(0)
-if "end=lost" in sys.argv and rank == "1":  # as support/system/exits.py says it where rank 0 is gone, but sooner
+if "end=lost" in sys.argv and rank == "1":  # as base/system/exits.py says it where rank 0 is gone, but sooner
     while not os.path.exists("killed"):
         time.sleep(0.01)
     reason = "crashed: rank 0 on here (process %s) is gone; continue so" % open("killed").read()
@@ -68,7 +68,7 @@ sys.exit(code)
 
 
 def copy_of_repository(folder: Path) -> Path:
-    for name in ("setup.sh", "train.sh", "requirements", "support/__init__.py", "support/system", "config.py"):
+    for name in ("setup.sh", "train.sh", "requirements", "base/__init__.py", "base/system", "config.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
@@ -134,7 +134,7 @@ def test_exit_code_and_reason_are_those_of_the_ranks(launches):
     assert json.loads((folder / "checked").read_text()) == ["1", "my.yaml", "grpo.seed=2", "--gpu_memory=80"]
     torchrun = "--standalone --nproc_per_node=1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
     assert line.startswith("torchrun line: ")
-    assert line.endswith(f" -m support.system.launch {torchrun} grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
+    assert line.endswith(f" -m base.system.launch {torchrun} grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
 
 
 def test_ranks_are_told_to_save_when_train_sh_is_killed(launches):

@@ -12,7 +12,7 @@ from samples import groups_that_share_prompts
 import attention
 from attention import GatherRows, PackLayout, packed_attention
 from pack import assign_to_ranks, pack_samples, to_device
-from support.run import start
+from run import start
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])

@@ -15,10 +15,10 @@ from record_samples import recorded, versions_of_first_reply
 from safetensors.torch import load_file
 from small_run import ROOT, STARTER
 
+from base.hf.tokenizer import Tokenizer
+from base.system.exits import host_name
 from envs import exact_number
 from rollout import sample_seed
-from support.inputs.tokenizer import Tokenizer
-from support.system.exits import host_name
 
 pytestmark = pytest.mark.long
 TEMPERATURE, MAX_AGE, NUM_PROMPTS, NUM_STEPS = 1.8, 2, 4, 6

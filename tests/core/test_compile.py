@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from config import ConfigError, LoRAConfig
 from model import load_policy
-from support.run import start
+from run import start
 
 LENGTHS = [1, 2, 3, 64, 128, 5, 8, 13, 21, 31, 47, 60, 75, 90, 99, 100, 7, 16, 111, 4]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from base.check.rules import check_config
+from base.inputs.reader import load
 from config import Config, ConfigError, DataConfig, DataError, GenerationConfig, LossConfig, PolicyConfig, shortened
-from support.check.rules import check_config
-from support.inputs.reader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

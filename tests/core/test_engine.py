@@ -12,6 +12,9 @@ from tiny import VOCAB_SIZE
 
 import config
 import envs
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
+from base.system.exits import Interrupted, StopRun
 from engine import SamplingOptions
 from gap import check_canary, check_versions
 from head import HeadOptions, response_logps
@@ -20,9 +23,6 @@ from model import load_policy
 from pack import pack_samples, to_device
 from records import Problem, groups_of
 from rollout import Sampler, sample_seed
-from support.hf.weights import full_tensors
-from support.inputs.tokenizer import Tokenizer
-from support.system.exits import Interrupted, StopRun
 
 TEMPERATURE = 0.7
 HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)

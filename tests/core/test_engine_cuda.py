@@ -18,16 +18,16 @@ import config
 import engine as engine_module
 import envs
 import grpo
+from base.hf.model_config import read_model_config
+from base.hf.tokenizer import Tokenizer
+from base.plan.memory_plan import Plan
+from base.system.exits import Interrupted, StopRun
 from engine import SamplingOptions, sync_weights
 from model import load_policy
 from records import Problem
 from rollout import Sampler
-from support.check.memory_plan import Plan
-from support.inputs.model_config import read_model_config
-from support.inputs.tokenizer import Tokenizer
-from support.run import start
-from support.run.reward_model import RewardModel
-from support.system.exits import Interrupted, StopRun
+from run import start
+from run.reward_model import RewardModel
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=40)
 PROMPTS, SEEDS = [[5, 6, 7 + i] for i in range(8)], list(range(8))

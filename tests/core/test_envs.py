@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import envs
+from base.graders import environments
+from base.graders.environments import make_environment
+from base.graders.reward_function import RewardFunction
+from base.system.imports import describe
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import StepResult
 from judges.pool import Graded
-from support.graders import environments
-from support.graders.environments import make_environment
-from support.graders.reward_function import RewardFunction
-from support.system.imports import describe
 
 
 def grade(reply, answer="1234", finish_reason="stop"):

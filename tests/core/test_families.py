@@ -10,18 +10,18 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
+from base.hf.families import FAMILIES, NATIVE
+from base.hf.model_config import ModelConfig
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors, local_shard, sharded_parameters
+from base.system.ranks import start_process_group
 from config import ConfigError
 from engine import Engine, SamplingOptions
 from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, to_device
 from records import Sample
-from support.hf.weights import full_tensors, local_shard, sharded_parameters
-from support.inputs.families import FAMILIES, NATIVE
-from support.inputs.model_config import ModelConfig
-from support.inputs.tokenizer import Tokenizer
-from support.run.start import check_cpu_sizes
-from support.system.ranks import start_process_group
+from run.start import check_cpu_sizes
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
 
@@ -144,6 +144,7 @@ def test_experts_that_vllm_does_not_compute_on_a_cpu():
     check_cpu_sizes(ModelConfig.from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
 
 
+@pytest.mark.slow  # asks the real vLLM
 @pytest.mark.parametrize(("size", "is_computed"), [(16, False), (32, True), (48, False), (96, True), (200, False)])
 def test_heads_that_vllm_does_not_compute_on_a_cpu_are_an_error(size, is_computed):
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

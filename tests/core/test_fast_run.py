@@ -21,10 +21,10 @@ import engine as engine_module
 import eval as eval_module
 import grpo
 import rollout
+from base.hf.model_config import read_model_config
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
 from model import load_policy
-from support.hf.weights import full_tensors
-from support.inputs.model_config import read_model_config
-from support.inputs.tokenizer import Tokenizer
 from tools import export
 
 QUIET = ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0", "checkpointing.save_hf_at_end=false")

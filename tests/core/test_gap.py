@@ -11,10 +11,10 @@ from loop import CPU
 from loss_cases import golden_batch, reduced
 
 import config
+from base.system.ranks import Ranks
 from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens, seq_logp_error_mask
 from metrics import derived_metrics
 from pack import make_minibatches
-from support.system.ranks import Ranks
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 KEPT_CACHE = replace(ASYNC, async_grpo=replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False))

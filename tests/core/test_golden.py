@@ -5,7 +5,7 @@ from one_process import use_stand_in
 from small_run import ROOT, arguments, write_rows
 
 from bench import golden
-from support.run import start
+from run import start
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 import config
 import grpo
 from attention import PackLayout
+from base.system.exits import StopRun
 from head import response_logps
 from model import Reference, load_policy
 from pack import make_minibatches
-from support.system.exits import StopRun
 
 
 @pytest.fixture

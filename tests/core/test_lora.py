@@ -8,12 +8,12 @@ from hf_folders import FAMILIES, LENGTHS, make_hf_folder, make_pack, response_ro
 from torch.func import functional_call
 
 import lora as lora_module
+from base.hf.model_config import ModelConfig
+from base.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
 from config import LoRAConfig
 from head import HeadOptions, response_logps
 from lora import LoRALinear, MergedLinear, add_adapters
 from model import Decoder, Reference, load_policy
-from support.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
-from support.inputs.model_config import ModelConfig
 
 LORA = LoRAConfig(enabled=True, dim=4, alpha=12.0)
 SCALE = 3.0

@@ -13,10 +13,10 @@ from loss_cases import MODES, WEIGHTS, allowed, hard_batch
 from small_run import ROOT
 
 from advantages import estimate_advantages
+from base.check.contradictions import contradictions
 from config import AdvEstimatorConfig, Config, GRPOConfig, LossConfig
 from loss import policy_loss
 from pack import HostRows, count_trained, shares_of_samples
-from support.check.contradictions import contradictions
 
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}

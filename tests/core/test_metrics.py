@@ -8,8 +8,8 @@ import torch
 from ranks import ranks
 from samples import sample, with_grade
 
+from base.system.ranks import start_process_group
 from metrics import accumulate, reduce_over_ranks, sample_metrics
-from support.system.ranks import start_process_group
 
 NAN, INF = float("nan"), float("inf")
 

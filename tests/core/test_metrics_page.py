@@ -17,12 +17,12 @@ from small_run import ROOT, arguments, write_rows
 
 import grpo
 from advantages import advantage_metrics
+from base.agents.metrics import agent_metrics
 from config import Config, GRPOConfig, LossConfig
 from gap import loss_and_gap, seq_logp_error_mask
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics, summarize
-from support.agents.metrics import agent_metrics
-from support.run import memory
-from support.run.speed import PEAK_TFLOPS
+from run import memory
+from run.speed import PEAK_TFLOPS
 
 COMMITTED = ROOT / "examples" / "smollm2" / "metrics.jsonl"
 OPTIONS = (  # what writes metrics of its own, in one run

@@ -22,11 +22,11 @@ from samples import groups_that_share_prompts
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
+from base.hf.weights import full_tensors, load_weights, save_hf
+from base.system.ranks import start_process_group
 from head import HeadOptions, response_logps
 from model import ModelConfig, load_policy
 from pack import assign_to_ranks, pack_samples, to_device
-from support.hf.weights import full_tensors, load_weights, save_hf
-from support.system.ranks import start_process_group
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ from loop import train_once
 import config
 import envs
 import records
+from base.graders.environments import make_environment
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
 from config import ConfigError
 from engine import Completion, SamplingOptions
 from envs import StepResult
 from model import load_policy
 from rollout import Conversation, Sampler
-from support.graders.environments import make_environment
-from support.hf.weights import full_tensors
-from support.inputs.tokenizer import Tokenizer
 
 TEMPERATURE = 0.8
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import config
 import optim
+from base.system.exits import StopRun
+from base.system.ranks import start_process_group
 from gap import Gap
-from support.run import checkpoint
-from support.system.exits import StopRun
-from support.system.ranks import start_process_group
+from run import checkpoint
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
 MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)

@@ -8,10 +8,10 @@ from dist_case import settings
 from families import make_family
 from hf_folders import make_pack, response_rows
 
+from base.hf.weights import sharded_parameters
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
-from support.hf.weights import sharded_parameters
-from support.run.start import reference_dtype
+from run.start import reference_dtype
 
 
 @pytest.fixture

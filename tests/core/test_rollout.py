@@ -16,17 +16,17 @@ from fakes import FakeEngine, FakeTokenizer
 from samples import with_grade
 
 import envs
+from base.graders.environments import PoolEnvironment, make_environment
+from base.inputs.mixing import Mixture
+from base.inputs.scan import Dataset
+from base.system.exits import Interrupted, StopRun
+from base.system.ranks import Ranks
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from engine import SamplingOptions
 from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
 from records import Grade, Problem, Sample
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
-from support.graders.environments import PoolEnvironment, make_environment
-from support.inputs.mixing import Mixture
-from support.inputs.scan import Dataset
-from support.system.exits import Interrupted, StopRun
-from support.system.ranks import Ranks
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
 SIZE = 4

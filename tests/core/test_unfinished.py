@@ -13,6 +13,11 @@ from tiny import VOCAB_SIZE
 import engine as engine_module
 import envs
 from ahead import AheadSampler, age_metrics
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
+from base.inputs.mixing import Mixture
+from base.inputs.scan import Dataset
+from base.system.exits import StopRun
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
 from engine import Completion, SamplingOptions
 from gap import check_versions
@@ -20,12 +25,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from records import Problem
 from rollout import Sampler, sample_step
-from support.hf.weights import full_tensors
-from support.inputs.mixing import Mixture
-from support.inputs.scan import Dataset
-from support.inputs.tokenizer import Tokenizer
-from support.split.generators import serve
-from support.system.exits import StopRun
+from run.split.generators import serve
 
 TEMPERATURE = 0.7
 HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)

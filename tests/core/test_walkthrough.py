@@ -12,8 +12,8 @@ import torch
 from run_page import executed
 from small_run import ROOT
 
+from base.system import ranks as system_ranks
 from bench import timeline
-from support.system import ranks as system_ranks
 
 pytestmark = pytest.mark.house
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from base.hf.tokenizer import Tokenizer
 from examples.arithmetic import make_problems, make_starter
 from model import load_policy
-from support.inputs.tokenizer import Tokenizer
 
 HERE = Path(make_problems.__file__).parent
 STARTER = HERE / "starter"

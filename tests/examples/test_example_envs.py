@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from base.graders.environments import make_environment
 from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
 from examples.envs import reasoning_gym, sliding_puzzle
 from examples.envs.tools import calculate
-from support.graders.environments import make_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PUZZLE = "examples.envs.sliding_puzzle:SlidingPuzzle"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from base.inputs import reader
+from base.inputs.sources import Source
 from config import DataError
 from examples.gsm8k import prepare
-from support.inputs import reader
-from support.inputs.sources import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -43,7 +43,7 @@ def test_the_command_writes_the_files_of_github(tmp_path):
 
 @needs_data
 def test_from_the_hub(tmp_path, monkeypatch):
-    """prepare.py without --from, with a stand-in for what support/inputs/sources.py fetches: rows of parquet, maybe
+    """prepare.py without --from, with a stand-in for what base/inputs/sources.py fetches: rows of parquet, maybe
     with more columns."""
     asked = []
 

@@ -7,10 +7,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from base.graders.environments import make_environment
 from config import ConfigError, EnvConfig
 from envs import Turn
 from examples.envs.judge import Judge
-from support.graders.environments import make_environment
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.inputs.reader import load
+from base.inputs.reader import load
 
 pytestmark = pytest.mark.house
 
@@ -33,7 +33,7 @@ def test_what_a_command_names_is_there(command, monkeypatch):
         script = script.removesuffix(".py") + "/__main__.py"
     code = Path(script).read_text(encoding="utf-8")
     options = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
-    readers = ("grpo.py", "tests/conftest.py", "support/check/preflight.py")
+    readers = ("grpo.py", "tests/conftest.py", "base/check/preflight.py")
     known = "".join(Path(file).read_text() for file in readers) + code
     passes_on = script in ("./train.sh", "slurm.sh")  # to torchrun
     assert [option for option in options if option not in known and not passes_on] == []

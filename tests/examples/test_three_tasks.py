@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from base.check import rules
+from base.hf.tokenizer import Tokenizer
+from base.inputs import reader
+from base.inputs.mixing import Mixture
+from base.inputs.scan import load_dataset
 from examples.three_tasks import make_tasks
 from examples.three_tasks.rewards import digits_in_place
-from support.check import rules
-from support.inputs import reader
-from support.inputs.mixing import Mixture
-from support.inputs.scan import load_dataset
-from support.inputs.tokenizer import Tokenizer
 
 HERE = Path(make_tasks.__file__).parent
 RIGHT = {

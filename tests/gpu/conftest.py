@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.run.start import choose_attention
-from support.system.ranks import Ranks
+from base.system.ranks import Ranks
+from run.start import choose_attention
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import warnings
 import pytest
 import torch
 
+from base.hf.weights import sharded_parameters
 from bench.train_step import QWEN, TINY, TOKENIZER, WAYS, config_of, head_of, random_batch, random_policy
 from grpo import compute_gradients
-from support.hf.weights import sharded_parameters
 
 pytestmark = pytest.mark.gpu
 

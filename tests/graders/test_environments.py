@@ -5,10 +5,10 @@ import json
 import pytest
 from processes import children
 
+from base.graders.environments import make_environment
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import OUTCOMES, Turn
 from judges import sandbox
-from support.graders.environments import make_environment
 
 
 def has(isolation):

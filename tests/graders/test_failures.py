@@ -2,9 +2,9 @@
 
 import pytest
 
+from base.graders.failures import Failures
+from base.system.exits import StopRun
 from records import Grade, Sample
-from support.graders.failures import Failures
-from support.system.exits import StopRun
 
 
 def samples_of(**outcomes):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from base.graders.environments import PoolEnvironment
+from base.graders.grading import Grading
+from base.graders.reward_function import RewardFunction
+from base.system.exits import Interrupted, StopRun
 from config import ConfigError
 from envs import Environment, Exact, StepResult, Turn
 from judges.pool import GraderPool, WorkerError
-from support.graders.environments import PoolEnvironment
-from support.graders.grading import Grading
-from support.graders.reward_function import RewardFunction
-from support.system.exits import Interrupted, StopRun
 
 
 def turn(reply, answer="7"):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from base.graders.environments import make_environment
 from config import ConfigError, EnvConfig
 from envs import Turn
-from support.graders.environments import make_environment
 
 STATES = []
 CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "7"}]

@@ -12,16 +12,16 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import records
+from base.agents.endpoint import Endpoint
+from base.agents.environment import Agent
+from base.agents.parser import Parsed
+from base.hf.model_config import read_model_config
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
 from engine import Engine, SamplingOptions
 from head import HeadOptions, response_logps
 from model import load_policy
 from rollout import Sampler
-from support.agents.endpoint import Endpoint
-from support.agents.environment import Agent
-from support.agents.parser import Parsed
-from support.hf.weights import full_tensors
-from support.inputs.model_config import read_model_config
-from support.inputs.tokenizer import Tokenizer
 
 TEMPERATURE = 0.8
 HEAD = HeadOptions(TEMPERATURE, VOCAB_SIZE)

@@ -15,10 +15,10 @@ from small_run import STARTER
 
 import envs
 import grpo
-from support.inputs import run_inputs
-from support.inputs.model_config import read_model_config
-from support.inputs.tokenizer import Tokenizer
-from support.run import start
+from base.hf.model_config import read_model_config
+from base.hf.tokenizer import Tokenizer
+from base.inputs import run_inputs
+from run import start
 
 LOST_STEP = 4
 SETS = ("train", "heldout", "third")

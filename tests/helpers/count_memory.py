@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 import attention
 import grpo
 from attention import PackLayout
+from base.hf.model_config import ModelConfig
+from base.hf.weights import full_tensors
+from base.plan.memory_plan import CONTEXT, Plan
 from config import (
     Config,
     DataConfig,
@@ -39,9 +42,6 @@ from model import Block, Decoder, body_of, rope_cos_sin, shard
 from optim import build_optimizer
 from pack import MicroBatch, Minibatch, pack_samples, to_device
 from records import Grade, Sample
-from support.check.memory_plan import CONTEXT, Plan
-from support.hf.weights import full_tensors
-from support.inputs.model_config import ModelConfig
 
 
 class LiveBytes(TorchDispatchMode):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from base.check import preflight
+from base.inputs.scan import load_dataset
 from config import ConfigError, DatasetConfig
-from support.check import preflight
-from support.inputs.scan import load_dataset
 
 USER, GOOD = {"role": "user", "content": "a"}, {"input": "1+1", "output": "2"}
 SCAN_OPTIONS = ("max_rows", "on_rank0")

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 import config
+from base.system.ranks import local_rows
 from model import Decoder, load_policy
 from records import Sample
-from support.system.ranks import local_rows
 
 # Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
 CONFIG = config.Config(

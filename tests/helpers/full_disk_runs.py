@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from small_run import arguments, write_rows
 
 import grpo
-from support.inputs.resume import checkpoints, read_meta
-from support.run import dump
-from support.system.disk import keep_console
+from base.inputs.resume import checkpoints, read_meta
+from base.system.disk import keep_console
+from run import dump
 
 SETTINGS = ("checkpointing.save_period=1", "checkpointing.keep_latest=9", "logger.dump_rollouts=1")
 SETTINGS += ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.max_num_steps=3")

@@ -1,4 +1,4 @@
-"""The runs that set support/run/health.py: what each fires, and the metrics that the rules read, in tests/run/health.
+"""The runs that set run/health.py: what each fires, and the metrics that the rules read, in tests/run/health.
 
 python tests/helpers/health_runs.py [NAME ...]      runs them anew; keeps their metrics in tests/run/health
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from bench.golden import TASKS
-from support.run import health
+from run import health
 
 KEPT = ROOT / "tests" / "run" / "health"
 SMOKE = "configs/smoke.yaml"

@@ -23,10 +23,10 @@ import torch._dynamo  # what each optimizer imports: here once for all lives
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
+from base.inputs import resume
+from base.system.ranks import Ranks
 from config import CheckpointingConfig, ConfigError
-from support.inputs import resume
-from support.run import checkpoint
-from support.system.ranks import Ranks
+from run import checkpoint
 
 # name -> (rank, module, function, before or after it, at which of its calls in a life)
 POINTS = {

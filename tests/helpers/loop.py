@@ -14,14 +14,14 @@ from fakes import FakeEngine
 from tiny import VOCAB_SIZE
 
 import grpo
+from base.system.ranks import Ranks
 from config import Config
 from head import HeadOptions
 from model import Decoder, Reference
 from records import Sample
 from rollout import StepSamples
-from support.run.log import Timers
-from support.run.start import Run, RunState, loss_path_of, sampling_filter_of
-from support.system.ranks import Ranks
+from run.log import Timers
+from run.start import Run, RunState, loss_path_of, sampling_filter_of
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
+from base.check.contradictions import contradictions
 from config import Config, LossConfig
-from support.check.contradictions import contradictions
 
 
 def golden_batch(dtype=torch.float32):

@@ -2,10 +2,10 @@
 
 import json
 
+from base.inputs.mixing import Mixture
+from base.inputs.scan import Dataset
 from config import Config, DataConfig, DatasetConfig, GRPOConfig
 from records import Problem
-from support.inputs.mixing import Mixture
-from support.inputs.scan import Dataset
 
 MIXES = {
     "size": {},

@@ -4,7 +4,7 @@ import fake_vllm
 from small_run import ROOT
 
 import engine
-from support.run import start
+from run import start
 
 
 def use_stand_in(patch):

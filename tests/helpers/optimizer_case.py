@@ -13,7 +13,7 @@ import model as model_module
 from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer, clip_grad_norm
-from support.run import checkpoint
+from run import checkpoint
 
 LENGTHS = [5, 9, 3]
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-3))

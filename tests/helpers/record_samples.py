@@ -11,7 +11,7 @@ FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns", "prom
 def record(program, file: Path) -> None:
     """From now on the `sample_step` that `program` calls writes a line for each step: all samples that it generated,
     numbered as they were sampled, and which of them are trained."""
-    from support.system.exchange import move_tokens
+    from base.system.exchange import move_tokens
 
     original = program.sample_step
 

@@ -53,7 +53,7 @@ def make_run(
                 samples = [sample_of(step, i, envs, texts, rng) for i in range(num_samples)]
                 numbers = [numbers_of(sample, rng) for sample in samples[: num_samples if step in dumped_steps else 16]]
                 for i, sample in enumerate(samples):
-                    if i < 16:  # as support/run/log.py does
+                    if i < 16:  # as run/log.py does
                         tokens = {"tokens": tokens_of(sample), "sampler_logps": for_json(numbers[i]["sampler_logp_T"])}
                         sample = sample | tokens
                     file.write(json.dumps(sample) + "\n")
@@ -132,7 +132,7 @@ def make_hostile(folder: Path) -> None:
 
 
 def call_of(number: int, messages: list[dict], text: str, advantage: float, **reply) -> dict:
-    """A call as support/run/log.py writes it: each word of its reply is a token."""
+    """A call as run/log.py writes it: each word of its reply is a token."""
     words = [word for word in text.replace(" ", " \0").split("\0") if word]
     record = {"number": number, "messages": messages, "reply": {"role": "assistant", "content": text, **reply}}
     record |= {"ids": [7] * len(words), "is_trained": True, "reward": advantage + 0.5, "advantage": advantage}

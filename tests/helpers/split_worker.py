@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 import engine
 import grpo
+from base.system import exits, watchdog
+from base.system.exits import StopRun
 from rollout import Sampler
-from support.system import exits, watchdog
-from support.system.exits import StopRun
 
 SETTINGS = ("checkpointing.save_period=2", "checkpointing.keep_latest=9", "grpo.max_num_steps=10", "grpo.val_period=5")
 SETTINGS += ("logger.tensorboard_enabled=false", "checkpointing.save_hf_at_end=false", "grpo.canary_period=3")

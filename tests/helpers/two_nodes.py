@@ -15,7 +15,7 @@ from run_life import command
 from small_run import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("support", "judges", "kernels", "configs", "requirements", "examples/arithmetic")
+ROOMS = ("base", "run", "judges", "kernels", "configs", "requirements", "examples/arithmetic")
 NOT_OURS = ("GRPO_EXIT_FILE", "NPROC", "GRPO_VENV", "HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 # Starts the task of both nodes, with their variables and logs, passes signals on, and ends with the highest exit code.
@@ -93,7 +93,7 @@ class Node:
     def kill_all(self) -> None:
         """train.sh and the agent, as a machine that is gone: the ranks die with the agent."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        agent = next(int(pid) for pid in children if b"support.system.launch" in (command(int(pid)) or b""))
+        agent = next(int(pid) for pid in children if b"base.system.launch" in (command(int(pid)) or b""))
         os.kill(self.process.pid, signal.SIGKILL)
         os.kill(agent, signal.SIGKILL)
 

@@ -3,9 +3,9 @@
 import pytest
 from hf_folders import QWEN2
 
+from base.hf.lora_layers import adapted_layers
+from base.hf.model_config import ModelConfig
 from config import ConfigError, LoRAConfig
-from support.hf.lora_layers import adapted_layers
-from support.inputs.model_config import ModelConfig
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
 MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})

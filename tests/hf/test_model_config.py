@@ -9,9 +9,9 @@ import pytest
 from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
+from base.hf import families
+from base.hf.model_config import ModelConfig, check_weights, read_model_config, weight_files
 from config import ConfigError, HFConfigOverrides
-from support.inputs import families
-from support.inputs.model_config import ModelConfig, check_weights, read_model_config, weight_files
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = dict(model_type="llama", hidden_act="silu", rms_norm_eps=1e-6, vocab_size=100, hidden_size=64)

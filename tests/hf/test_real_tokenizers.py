@@ -17,9 +17,9 @@ from random import Random
 
 import pytest
 
+from base.hf.tokenizer import Tokenizer
+from base.inputs.scan import load_dataset
 from config import DatasetConfig
-from support.inputs.scan import load_dataset
-from support.inputs.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.long
 

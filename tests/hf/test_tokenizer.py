@@ -15,9 +15,9 @@ from chat_case import write_tokenizer
 from talks import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from base.hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
+from base.inputs.scan import load_dataset
 from config import DataError, DatasetConfig
-from support.inputs.scan import load_dataset
-from support.inputs.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIALS = "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> "

@@ -7,11 +7,11 @@ import torch
 from hf_folders import FAMILIES, LENGTHS, hf_from_pretrained, make_hf_folder, make_pack
 from safetensors.torch import load_file, save_file
 
+from base.hf import weights
+from base.hf.model_config import check_weights, read_model_config
+from base.hf.weights import full_tensors, save_hf
 from config import ConfigError
 from model import load_policy
-from support.hf import weights
-from support.hf.weights import full_tensors, save_hf
-from support.inputs.model_config import check_weights, read_model_config
 
 
 @pytest.fixture(scope="module")

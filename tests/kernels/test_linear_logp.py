@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from base.system.ranks import start_process_group
 from kernels import linear_logp
 from kernels.backend import KernelBackend, choose_backend
 from kernels.chunks import logit_chunks
 from kernels.matmul import bfloat16_factors, mm_float32
 from kernels.reference import reference_logp
 from kernels.sizes import TORCH_CHUNK_ELEMENTS
-from support.system.ranks import start_process_group
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH, TRITON = KernelBackend("torch"), KernelBackend("triton", 16)

@@ -11,10 +11,10 @@ from chat_case import write_tokenizer
 from dataset_case import GOOD, load, refusal, refused
 
 import envs
-from support.graders.grading import Grading
-from support.graders.reward_function import RewardFunction
-from support.inputs import scan
-from support.inputs.tokenizer import Tokenizer
+from base.graders.grading import Grading
+from base.graders.reward_function import RewardFunction
+from base.hf.tokenizer import Tokenizer
+from base.inputs import scan
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTER = ROOT / "examples/arithmetic/starter"

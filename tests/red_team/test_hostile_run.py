@@ -16,10 +16,10 @@ from ranks import ranks
 from small_run import arguments, write_rows
 
 import config
+from base.system import exits
 from config import ConfigError
-from support.run import folder as run_folder
-from support.run.folder import open_run_folder
-from support.system import exits
+from run import folder as run_folder
+from run.folder import open_run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,16 +22,16 @@ from safetensors.torch import load_file
 from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
+from base.hf.weights import full_tensors
+from base.inputs.resume import committed
+from base.system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
+from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
 from pack import pack_samples, to_device
-from support.hf.weights import full_tensors
-from support.inputs.resume import committed
-from support.run import checkpoint
-from support.run.folder import open_run_folder
-from support.system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
-from support.system.ranks import start_process_group
+from run import checkpoint
+from run.folder import open_run_folder
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 

@@ -16,11 +16,11 @@ from small_run import ROOT, STARTER, arguments, write_rows
 
 import grpo
 import replay
+from base.hf.tokenizer import Tokenizer
+from base.inputs.resume import digest
+from base.system.exits import StopRun
 from config import ConfigError
-from support.inputs.resume import digest
-from support.inputs.tokenizer import Tokenizer
-from support.run import checkpoint, dump, steps
-from support.system.exits import StopRun
+from run import checkpoint, dump, steps
 
 pytestmark = pytest.mark.slow
 

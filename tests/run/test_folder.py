@@ -18,7 +18,7 @@ from small_run import arguments, write_rows
 
 import grpo
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig
-from support.run import folder as run_folder
+from run import folder as run_folder
 
 RANK_0, OTHER_RANK = fcntl.LOCK_EX, fcntl.LOCK_SH
 

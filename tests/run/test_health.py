@@ -1,4 +1,4 @@
-"""The rules of support/run/health.py: both sides of each threshold by hand, and what real runs fire."""
+"""The rules of run/health.py: both sides of each threshold by hand, and what real runs fire."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 from health_runs import HEALTHY, SICK, fired, kept, training_steps
 
 import config
-from support.run import health
-from support.run.health import Health
-from support.run.log import RunLog
+from run import health
+from run.health import Health
+from run.log import RunLog
 
 ROOT = Path(__file__).resolve().parents[2]
 FAQ = (ROOT / "docs" / "faq.md").read_text()

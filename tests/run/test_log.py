@@ -1,4 +1,4 @@
-"""support/run/log.py: the files of a run as they are read back, and its lines."""
+"""run/log.py: the files of a run as they are read back, and its lines."""
 
 import json
 import math
@@ -12,11 +12,11 @@ import pytest
 from samples import sample, with_grade
 
 import config
-from support.inputs.tokenizer import Tokenizer
-from support.run.health import RULES
-from support.run.log import RunLog, Timers
-from support.run.start import RunState
-from support.system.disk import write_whole
+from base.hf.tokenizer import Tokenizer
+from base.system.disk import write_whole
+from run.health import RULES
+from run.log import RunLog, Timers
+from run.start import RunState
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 NAMES = ("metrics.jsonl", "samples.jsonl")

@@ -18,17 +18,17 @@ import engine as engine_module
 import eval as eval_module
 import grpo
 import rollout
+from base.check.memory_fit import changed
+from base.hf.model_config import read_model_config
+from base.inputs import reader
+from base.plan.memory_plan import CONTEXT, GIB, Plan
+from base.system import exits
+from base.system.ranks import Ranks
 from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError, DataConfig, DatasetConfig
-from support.check.memory_fit import changed
-from support.check.memory_plan import CONTEXT, GIB, Plan
-from support.inputs import reader
-from support.inputs.model_config import read_model_config
-from support.run import memory as memory_module
-from support.run import start
-from support.run.log import Timers
-from support.run.memory import NO_MEMORY, Memory
-from support.system import exits
-from support.system.ranks import Ranks
+from run import memory as memory_module
+from run import start
+from run.log import Timers
+from run.memory import NO_MEMORY, Memory
 
 STARTER = ROOT / "examples/arithmetic/starter"
 WORDS = "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 79.18 GiB"

@@ -10,17 +10,17 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import envs
+from base.graders.reward_function import RewardFunction
+from base.hf.model_config import read_model_config
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors
+from base.inputs.run_inputs import read_reward_model
+from base.system.exits import StopRun
+from base.system.ranks import start_process_group
 from config import Config, ConfigError, EnvConfig, PolicyConfig, RewardModelConfig, SequencePackingConfig
 from model import load_policy
 from records import Problem
-from support.graders.reward_function import RewardFunction
-from support.hf.weights import full_tensors
-from support.inputs.model_config import read_model_config
-from support.inputs.run_inputs import read_reward_model
-from support.inputs.tokenizer import Tokenizer
-from support.run.reward_model import RewardModel
-from support.system.exits import StopRun
-from support.system.ranks import start_process_group
+from run.reward_model import RewardModel
 
 pytestmark = pytest.mark.slow  # transformers' classifiers
 

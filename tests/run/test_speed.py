@@ -14,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 import grpo
 from attention import PackLayout
+from base.hf.model_config import ModelConfig
 from head import HeadOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
 from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
-from support.inputs.model_config import ModelConfig
-from support.run.speed import performance_metrics, train_flops
-from support.run.start import loss_path_of
+from run.speed import performance_metrics, train_flops
+from run.start import loss_path_of
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied
@@ -180,7 +180,7 @@ def numbers(minibatches, precision="bfloat16", **policy):
 def two_ranks_of_one(one_rank, monkeypatch):
     """A second rank that has done as much as this one."""
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    monkeypatch.setattr("support.run.speed.gather", lambda value: [value] * 2)
+    monkeypatch.setattr("run.speed.gather", lambda value: [value] * 2)
 
 
 def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 import config
-from support.inputs.mixing import Mixture
-from support.inputs.scan import Dataset
-from support.run import checkpoint, start, steps
-from support.run.log import Timers
-from support.system.exits import Saved, StopRun
-from support.system.ranks import Ranks
+from base.inputs.mixing import Mixture
+from base.inputs.scan import Dataset
+from base.system.exits import Saved, StopRun
+from base.system.ranks import Ranks
+from run import checkpoint, start, steps
+from run.log import Timers
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
@@ -60,7 +60,7 @@ def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path)
 
 
 class Saver:
-    """saved: the newest step of a checkpoint, as that of support/run/checkpoint.py."""
+    """saved: the newest step of a checkpoint, as that of run/checkpoint.py."""
 
     def __init__(self, enabled=True):
         self.cfg = config.CheckpointingConfig(enabled=enabled, save_period=4)

@@ -13,15 +13,15 @@ from samples import answers
 
 import config
 import envs
+from base.inputs.run_inputs import RunInputs
+from base.inputs.scan import Dataset
+from base.system.ranks import Ranks
 from engine import SamplingOptions
 from metrics import accuracy_interval, majority, pass_at_k, summarize
 from records import Problem
 from rollout import Sampler
-from support.inputs.run_inputs import RunInputs
-from support.inputs.scan import Dataset
-from support.run.start import RunState
-from support.run.validation import modes, validate
-from support.system.ranks import Ranks
+from run.start import RunState
+from run.validation import modes, validate
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 

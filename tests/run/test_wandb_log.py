@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import config
+from base.inputs import run_inputs
+from base.system import exits
 from config import ConfigError
-from support.inputs import run_inputs
-from support.run.log import RunLog
-from support.run.start import RunState
-from support.system import exits
+from run.log import RunLog
+from run.start import RunState
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_a_run_that_a_signal_ends_leaves_its_rows_and_exit_code(offline):
     code = f"""
 import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/run")!r}, {str(ROOT / "tests/helpers")!r}]
 import fake_vllm; fake_vllm.install()  # the real one takes 9 seconds to import
-import test_wandb_log, pathlib, torch; from support.system import exits
+import test_wandb_log, pathlib, torch; from base.system import exits
 test_wandb_log.step(test_wandb_log.open_log(pathlib.Path({str(offline)!r})), 1)
 torch.cuda.is_initialized = lambda: True  # no atexit function runs then
 exits.exit_process(75)"""

@@ -26,15 +26,15 @@ import envs
 import grpo
 import replay
 from advantages import step_advantages
+from base.inputs.mixing import Mixture
+from base.inputs.scan import Dataset
+from base.system.exchange import held_here, move_tokens
+from base.system.ranks import gather, start_process_group
 from metrics import sample_metrics, summarize
 from pack import make_minibatches, pack_samples
 from records import Problem, Sample, groups_of
 from rollout import Sampler, sample_step
-from support.inputs.mixing import Mixture
-from support.inputs.scan import Dataset
-from support.run import steps as steps_module
-from support.system.exchange import held_here, move_tokens
-from support.system.ranks import gather, start_process_group
+from run import steps as steps_module
 
 CPU = torch.device("cpu")
 STEP = 5

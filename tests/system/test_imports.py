@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import envs  # noqa: F401 - is there before any module of a user, as in the trainer
+from base.system import imports
+from base.system.imports import import_attribute
 from config import ConfigError
-from support.system import imports
-from support.system.imports import import_attribute
 
 ROOT = Path(__file__).resolve().parents[2]
 

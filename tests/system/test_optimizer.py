@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from base.system.optimizer import Optimizer
 from config import CheckpointingConfig
 from model import Reference, load_policy
 from optim import build_optimizer
-from support.run import checkpoint
-from support.system.optimizer import Optimizer
+from run import checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CODE = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from support.system.progress import Progress
+from base.system.progress import Progress
 for number in Progress("rows checked", range(4)):
     time.sleep(0.15)
 with Progress("start, 2 of 3: vLLM engine"):

@@ -21,9 +21,15 @@ from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, che
 from ranks import ranks
 from tiny import VOCAB_SIZE
 
+import base.system.ranks
 import config
 import envs
-import support.system.ranks
+from base.hf.tokenizer import Tokenizer
+from base.hf.weights import full_tensors, merged_weight
+from base.inputs.reader import load
+from base.plan.memory_plan import GIB
+from base.system.exchange import move_tokens
+from base.system.ranks import start_process_group
 from config import ConfigError
 from engine import Engine, SamplingOptions
 from head import HeadOptions, response_logps
@@ -31,12 +37,6 @@ from model import load_policy
 from pack import pack_samples
 from records import Problem
 from rollout import Sampler
-from support.check.memory_plan import GIB
-from support.hf.weights import full_tensors, merged_weight
-from support.inputs.reader import load
-from support.inputs.tokenizer import Tokenizer
-from support.system.exchange import move_tokens
-from support.system.ranks import start_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 ALLOC, CUDA_ALLOC = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
@@ -314,10 +314,10 @@ def test_a_run_has_the_device_it_was_started_for_or_ends(monkeypatch, wanted, nu
         for patch in gpus(number, error, built):
             stack.enter_context(patch)
         if re.fullmatch(r"cpu|cuda:\d", expected):
-            assert str(support.system.ranks.choose_device(1)) == expected
+            assert str(base.system.ranks.choose_device(1)) == expected
         else:
             with pytest.raises(ConfigError, match=expected) as refusal:
-                support.system.ranks.choose_device(1)
+                base.system.ranks.choose_device(1)
             assert "\n" not in str(refusal.value)
 
 
@@ -339,8 +339,8 @@ def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsy
         monkeypatch.setenv(name, value)
     seen, told = [], []
     device = torch.device("cpu")
-    monkeypatch.setattr(support.system.ranks, "choose_device", lambda _: seen.append(environment()) or device)
-    monkeypatch.setattr(support.system.ranks.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(base.system.ranks, "choose_device", lambda _: seen.append(environment()) or device)
+    monkeypatch.setattr(base.system.ranks.dist, "init_process_group", lambda *_, **__: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     start_process_group(tp_size=1)
@@ -350,7 +350,7 @@ def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty cache"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    support.system.ranks.expand_segments()
+    base.system.ranks.expand_segments()
     later = "max_split_size_mb:64,expandable_segments:True" if later is None else later
     assert told == (["empty cache", later] if later else [])
 
@@ -361,7 +361,7 @@ def environment():
 
 def test_a_watchdog_ends_a_run_before_a_collective_does(monkeypatch):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    limit = support.system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
+    limit = base.system.ranks.COLLECTIVE_TIMEOUT.total_seconds()
     for name in ("min_seconds", "first_seconds"):
         assert getattr(load("configs/smoke.yaml", [f"watchdog.{name}={limit - 1}"]).watchdog, name) == limit - 1
         with pytest.raises(ConfigError, match=rf"watchdog\.{name}.*< {limit:.0f}"):
@@ -370,7 +370,7 @@ def test_a_watchdog_ends_a_run_before_a_collective_does(monkeypatch):
 
 @pytest.mark.slow
 def test_float32_is_no_tf32_whatever_the_image_says():
-    code = "import torch, support.system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
+    code = "import torch, base.system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
     code += "r.gather = lambda *_: ['x']; before = torch.get_float32_matmul_precision()\n"
     code += "r.start_process_group(1); print(before, torch.get_float32_matmul_precision())"
     env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "GRPO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
@@ -381,7 +381,7 @@ def test_float32_is_no_tf32_whatever_the_image_says():
 ABORTS_IN_TEARDOWN = """
 import atexit, ctypes, sys
 import torch
-from support.system import exits
+from base.system import exits
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.abort, None)  # as a destructor does that finds what it needs destroyed before it
 atexit.register(print, "at exit", file=sys.stderr)  # as vLLM 0.32 shuts its engine down

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from ranks import ends_of
 
+from base.system import watchdog
+from base.system.exits import describe_failure, report_exit
+from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, WatchdogConfig
-from support.run import folder as run_folder
-from support.system import watchdog
-from support.system.exits import describe_failure, report_exit
-from support.system.ranks import start_process_group
+from run import folder as run_folder
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ import torch
 import yaml
 from small_run import ROOT
 
+from base.check import rules
+from base.inputs import reader
+from base.inputs.keys import FIELDS, SECTIONS
 from config import ConfigError, LoRAConfig
 from loss import policy_loss
-from support.check import rules
-from support.inputs import reader
-from support.inputs.keys import FIELDS, SECTIONS
 from tools.convert import (
     COMPUTED,
     CONVERTED,

@@ -9,8 +9,8 @@ import pytest
 from small_run import ROOT
 from test_theirs import SYSTEM_OF, USERS
 
+from base.inputs import reader
 from config import ConfigError
-from support.inputs import reader
 from tools.convert import COMPUTED, convert
 
 SECONDS = 20  # of one file, on a busy machine; all but the largest take less than one

@@ -9,9 +9,9 @@ import torch
 import yaml
 from small_run import ROOT
 
+from base.inputs import reader
 from config import ConfigError
 from loss import policy_loss
-from support.inputs import reader
 from tools.convert import LEFT, NOT_QUITE, convert, load_table
 
 INPUTS = yaml.safe_load((ROOT / "tests/core/loss_peers.yaml").read_text(encoding="utf-8"))["inputs"]

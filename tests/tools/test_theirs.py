@@ -7,9 +7,9 @@ import pytest
 import yaml
 from small_run import ROOT
 
+from base.inputs import reader
+from base.inputs.keys import SECTIONS
 from config import ConfigError
-from support.inputs import reader
-from support.inputs.keys import SECTIONS
 from tools.convert import COMPUTED, convert
 from tools.theirs import Unread, assigned, resolved
 

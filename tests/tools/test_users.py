@@ -9,9 +9,9 @@ import yaml
 from small_run import ROOT
 from tiny import make_tiny
 
+from base.check import preflight
+from base.inputs import reader
 from config import ConfigError
-from support.check import preflight
-from support.inputs import reader
 from tools.convert import _named_as_now, convert, load_table
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,1 @@
+"""What only judges, before torch is loaded: rules of configs, and `--check`."""

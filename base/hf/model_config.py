@@ -1,0 +1,513 @@
+"""What a model folder holds: the architecture in config.json, and the weights in safetensors files.
+
+It refuses a model of the native families if `model.Body` would compute something other than the model's authors do;
+`base.hf.families` has all others. No torch, so that `grpo.py --check` answers in a second.
+"""
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from base.hf.families import FAMILIES, NATIVE, NUM_EXPERTS, Family, Shapes, Switch, check_family
+from base.system.files import download, read_json
+from config import ConfigError, DataError, HFConfigOverrides
+
+# Fields of config.json that change the computation, each with the values that `model.Body` computes: the fields that
+# transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
+UNSET = (
+    "quantization_config",
+    "compression_config",
+    "text_config",
+    "per_layer_config",
+    "block_configs",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "dual_chunk_attention_config",
+    "rotary_emb_base",
+    "rotary_pct",
+    "rotary_emb_fraction",
+    "mrope_section",
+    "no_rope_layers",
+)
+OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
+SUPPORTED_VALUES = {
+    "hidden_act": ("silu",),
+    "rope_type": ("default", "llama3"),
+    "partial_rotary_factor": (None, 1),
+    "attention_dropout": (None, 0),
+    "is_causal": (None, True),
+    "attention_bias": (None, False, True),
+    "tie_word_embeddings": (None, False, True),
+    **dict.fromkeys(OFF, (None, False)),
+    **dict.fromkeys(UNSET, (None,)),
+}
+INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
+NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
+ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
+DEFAULT_THETA = 10_000.0  # transformers', for all three families
+MAX_HEAD_DIM = 256  # of torch's varlen attention
+FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1's stretching of the low rotary frequencies; fields as in config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelConfig:
+    """What the program reads of a model, under HF's field names. Made by `from_hf`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int | None  # tokens of a sequence; None: no limit
+    hf: dict = dataclasses.field(compare=False, repr=False)  # the whole of config.json
+
+    @staticmethod
+    def from_hf(hf: dict, source: str = "config.json", *, force_hf: bool = False) -> "ModelConfig":
+        """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
+        force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
+        or asks for what nobody computes here."""
+        if hf.get("model_type") in NATIVE and not force_hf:
+            return NativeConfig.read(hf, source)
+        return BlocksConfig.read(hf, source)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.hf["model_type"]]
+
+    def tensor_shapes(self, *, as_computed: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, shape) of each weight, as in a model folder; a tied head is not repeated. as_computed: of experts, as
+        transformers' model has them, all of a layer in two tensors."""
+        yield EMBEDDING, (self.vocab_size, self.hidden_size)
+        norm: Shapes = {}
+        self._add(norm, "model.norm", (self.hidden_size,), self.family.norm_bias)
+        yield from norm.items()
+        if not self.tie_word_embeddings:
+            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+        dense = self._attention_shapes() | self._mlp_shapes("mlp", self.intermediate_size)
+        sparse: Shapes = {}
+        if self.num_experts:
+            sparse = self._attention_shapes() | self._experts_shapes(as_computed)
+        for number in range(self.num_hidden_layers):
+            block = sparse if self.has_experts(number) else dense
+            for name, shape in block.items():
+                yield f"model.layers.{number}.{name}", shape
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer; 0 in a dense model."""
+        if self.family.experts is None:
+            return 0
+        return next(self.hf[field] for field in NUM_EXPERTS if field in self.hf)
+
+    @property
+    def expert_size(self) -> int:
+        """F of an expert; 0 in a dense model."""
+        return self.hf[self.family.experts.inner] if self.num_experts else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """How many experts of a layer compute a token; 0 in a dense model."""
+        return self.hf["num_experts_per_tok"] if self.num_experts else 0
+
+    @property
+    def shared_expert_size(self) -> int:
+        """The inner size of the MLP beside the experts of a layer; 0 without one."""
+        experts = self.family.experts
+        if experts is None or experts.shared_size is None:
+            return 0
+        size = self.hf[experts.shared_size]
+        return size * self.expert_size if experts.shared_counts else size
+
+    @property
+    def routed_weights_per_token(self) -> int:
+        """The elements of the routers, and of the experts that a token goes to, in all layers."""
+        of_layer = self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.expert_size)
+        return of_layer * sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """How many keys a query of each layer sees at most, its own included; None is all."""
+        windows = self.family.windows
+        if windows is None or not self.hf.get(*windows.switch):
+            return [None] * self.num_hidden_layers
+        size = self.hf.get("sliding_window", windows.size)
+        types = self.hf.get("layer_types") or windows.layer_types(self.num_hidden_layers)
+        return [size if kind == "sliding_attention" else None for kind in types]
+
+    def attention_pairs(self, length: int) -> int:
+        """Pairs of a query and a key that it sees, in a sequence of this length, in all layers together."""
+        pairs = 0
+        for window, num_layers in Counter(self.windows).items():
+            size = length if window is None else min(length, window)
+            pairs += num_layers * (size * (size + 1) // 2 + (length - size) * size)
+        return pairs
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of this layer is a mixture of experts."""
+        experts = self.family.experts
+        if experts is None:
+            return False
+        if experts.dense_first is not None:
+            return layer >= self.hf.get(experts.dense_first, 0)
+        is_dense = layer in (self.hf.get("mlp_only_layers") or ())
+        return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
+
+    def only_guesses_tokens(self, name: str) -> bool:
+        """Whether a tensor is of the layers that predict tokens beyond the next one. They are beside the model, but
+        numbered on."""
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        has_such_layers = bool(self.hf.get("num_nextn_predict_layers"))
+        return has_such_layers and number is not None and int(number[1]) >= self.num_hidden_layers
+
+    def _experts_shapes(self, as_computed: bool) -> Shapes:
+        experts = self.family.experts
+        count = self.num_experts
+        hidden = self.hidden_size
+        inner = self.expert_size
+        shapes: Shapes = {}
+        shapes[experts.router.computed if as_computed else experts.router.stored] = (count, hidden)
+        if experts.correction_bias:
+            shapes["mlp.gate.e_score_correction_bias"] = (count,)
+        pair = experts.computed_pair if as_computed else experts.together
+        if pair is not None:
+            gate_up, down = pair
+            shapes[gate_up] = (count, 2 * inner, hidden)
+            shapes[down] = (count, hidden, inner)
+        else:
+            for number in range(count):
+                gate, up, down = experts.names(number)
+                shapes[gate] = (inner, hidden)
+                shapes[up] = (inner, hidden)
+                shapes[down] = (hidden, inner)
+        if self.shared_expert_size:
+            shapes |= self._mlp_shapes(f"mlp.{experts.shared}", self.shared_expert_size)
+        if experts.shared_gate is not None:
+            self._add(shapes, f"mlp.{experts.shared_gate}", (1, hidden))
+        return shapes
+
+    def _attention_shapes(self) -> Shapes:
+        """And the norms."""
+        family = self.family
+        hidden = self.hidden_size
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        shapes: Shapes = {}
+        for name in family.norms:
+            self._add(shapes, name, (hidden,), family.norm_bias)
+        if family.qkv == "fused":
+            self._add(shapes, "self_attn.qkv_proj", (queries + 2 * keys, hidden), family.qkv_bias)
+        else:
+            self._add(shapes, "self_attn.q_proj", (queries, hidden), family.qkv_bias)
+            self._add(shapes, "self_attn.k_proj", (keys, hidden), family.qkv_bias)
+            self._add(shapes, "self_attn.v_proj", (keys, hidden), family.qkv_bias)
+        self._add(shapes, "self_attn.o_proj", (hidden, queries), family.o_bias)
+        if family.qk_norm != "none" and self.hf.get(*family.qk_norm_switch):
+            is_whole = family.qk_norm == "of all heads"
+            q_norm, k_norm = family.qk_norm_names
+            self._add(shapes, f"self_attn.{q_norm}", (queries if is_whole else self.head_dim,))
+            self._add(shapes, f"self_attn.{k_norm}", (keys if is_whole else self.head_dim,))
+        return shapes
+
+    def _mlp_shapes(self, module: str, inner: int) -> Shapes:
+        family = self.family
+        hidden = self.hidden_size
+        shapes: Shapes = {}
+        if family.mlp == "plain":
+            up, down = family.plain_names
+            self._add(shapes, f"{module}.{up}", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.{down}", (hidden, inner), family.mlp_bias)
+        elif family.mlp == "gate and up fused":
+            self._add(shapes, f"{module}.gate_up_proj", (2 * inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
+        else:
+            self._add(shapes, f"{module}.gate_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.up_proj", (inner, hidden), family.mlp_bias)
+            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
+        return shapes
+
+    def _add(self, shapes: Shapes, layer: str, shape: tuple[int, ...], bias: Switch | None = None) -> None:
+        """The weight of a layer, and the bias if there is one."""
+        shapes[f"{layer}.weight"] = shape
+        if bias is not None and self.hf.get(bias.field, bias.default):
+            shapes[f"{layer}.bias"] = (shape[0],)
+
+
+@dataclass(frozen=True)
+class NativeConfig(ModelConfig):
+    """What `model.Body` computes."""
+
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None  # None: plain RoPE
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    initializer_range: float  # std of `init_weights`
+
+    @classmethod
+    def read(cls, hf: dict, source: str) -> "NativeConfig":
+        """Of a config.json, as `ModelConfig.from_hf`."""
+        content = hf
+        hf = hf | _rope_of(hf, source)
+        _check_values(hf, source)
+        has_llama3_rope = hf["rope_type"] == "llama3"
+        needed = (*INTEGERS, "rms_norm_eps")
+        if has_llama3_rope:
+            needed += LLAMA3_FIELDS
+        _check_numbers(hf, needed, source)
+        is_qwen2 = hf["model_type"] == "qwen2"
+        has_bias = bool(hf.get("attention_bias"))
+        heads = hf["num_attention_heads"]
+        rope_scaling = None
+        if has_llama3_rope:
+            rope_scaling = Llama3Rope(**{field: hf[field] for field in LLAMA3_FIELDS})
+        return cls(
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_hidden_layers=hf["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            rms_norm_eps=hf["rms_norm_eps"],
+            rope_theta=hf.get("rope_theta") or DEFAULT_THETA,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings")),
+            qkv_bias=is_qwen2 or has_bias,  # Qwen2 always has them, and never a bias on o_proj
+            o_bias=has_bias and not is_qwen2,
+            qk_norm=hf["model_type"] == "qwen3",
+            initializer_range=hf.get("initializer_range") or 0.02,
+            max_position_embeddings=hf.get("max_position_embeddings"),
+            hf=content,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksConfig(ModelConfig):
+    """Of a model that transformers' blocks compute (`blocks`)."""
+
+    @classmethod
+    def read(cls, hf: dict, source: str) -> "BlocksConfig":
+        """Of a config.json, as `ModelConfig.from_hf`."""
+        check_family(hf, source)
+        family = FAMILIES[hf["model_type"]]
+        needed = [*INTEGERS, "num_key_value_heads"]
+        if family.experts is not None:
+            needed += family.experts.sizes(hf)
+        _check_numbers(hf, needed, source)
+        _check_layers(hf, family, source)
+        heads = hf["num_attention_heads"]
+        head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        if head_dim > MAX_HEAD_DIM:
+            problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
+            raise ConfigError(f"{source}: {problem}: use a model with smaller heads")
+        return cls(
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_hidden_layers=hf["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=hf["num_key_value_heads"],
+            head_dim=head_dim,
+            tie_word_embeddings=hf.get("tie_word_embeddings", family.is_tied),
+            max_position_embeddings=hf.get("max_position_embeddings"),
+            hf=hf,
+        )
+
+
+def _check_values(hf: dict, source: str) -> None:
+    """ConfigError for a field with a value that `model.Body` does not compute."""
+    supported_values = SUPPORTED_VALUES
+    if hf.get("model_type") == "llama":
+        supported_values = SUPPORTED_VALUES | {"sliding_window": (None,)}  # Qwen's has a switch
+    for field, supported in supported_values.items():
+        _check_value(field, supported, hf, source)
+    names = hf.get("architectures") or []  # vLLM builds the first
+    if not all(name.lower().startswith(hf["model_type"]) for name in names):
+        raise ConfigError(f"{source}: architectures={names!r:.80} is not of model_type={hf['model_type']!r}")
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or ()):
+        raise ConfigError(f"{source}: layer_types: only 'full_attention' is supported")
+
+
+def _check_value(field: str, supported: Sequence[object], hf: dict, source: str) -> None:
+    if hf.get(field) not in supported:
+        names = ", ".join("absent" if value is None else repr(value) for value in supported)
+        raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
+
+
+def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
+    """ConfigError for a number that is missing, of another type, or not above 0."""
+    for field in dict.fromkeys((*INTEGERS, *MORE_INTEGERS, *NUMBERS, *needed)):
+        value = hf.get(field)
+        if value is None and field not in needed:
+            continue
+        if field in NUMBERS:
+            is_right = isinstance(value, int | float) and value > 0
+            expected = "int or float"
+        else:
+            is_right = isinstance(value, int) and value > 0
+            expected = "int"
+        if not is_right:
+            raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
+
+
+def _check_layers(hf: dict, family: Family, source: str) -> None:
+    """ConfigError for experts or windows that no layer can have."""
+    if family.experts is not None:
+        num_experts, per_token, *_ = family.experts.sizes(hf)
+        if hf[per_token] > hf[num_experts]:
+            problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
+            raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
+    types = hf.get("layer_types")
+    num_layers = hf["num_hidden_layers"]
+    if types and len(types) != num_layers:
+        raise ConfigError(f"{source}: layer_types names {len(types)} layers: expected num_hidden_layers={num_layers}")
+    if family.windows is not None and hf.get(*family.windows.switch):
+        size = hf.get("sliding_window")
+        is_size = isinstance(size, int) and size > 0
+        if size is not None and not is_size:
+            raise ConfigError(f"{source}: sliding_window={size!r:.80}: expected int above 0, or null")
+
+
+def _rope_of(hf: dict, source: str) -> dict:
+    """The settings of the rotary embedding, with `rope_type`. ConfigError for one that `model.Body` would ignore."""
+    of_transformers_5 = hf.get("rope_parameters") or {}
+    of_transformers_4 = hf.get("rope_scaling") or {}
+    if of_transformers_5 and of_transformers_4 and of_transformers_5 != of_transformers_4:
+        raise ConfigError(f"{source}: rope_parameters and rope_scaling differ: remove one")
+    given = of_transformers_5 or of_transformers_4
+    kind = given.get("rope_type", given.get("type", "default"))
+    applied = ROPE_FIELDS
+    if kind == "llama3":
+        applied += LLAMA3_FIELDS
+    ignored = [name for name in given if name not in applied]
+    if ignored and kind in SUPPORTED_VALUES["rope_type"]:
+        raise ConfigError(f"{source}: remove {', '.join(ignored)}: no effect with rope_type={kind!r}")
+    return given | {"rope_type": kind}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors, or the files of this folder that the index names. They may be missing."""
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if single.exists() or not index.exists():
+        return [single]
+    file_of_tensor = read_json(index)["weight_map"]
+    names = {Path(name).name for name in file_of_tensor.values()}
+    return [folder / name for name in sorted(names)]
+
+
+def has_experts_together(folder: Path) -> bool:
+    """Whether the folder's files have the experts of a layer in two tensors, under the names of transformers' model.
+    transformers writes such a folder if asked not to write each expert by itself."""
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            if any(name.endswith(".experts.gate_up_proj") for name in file.keys()):
+                return True
+    return False
+
+
+def missing_weights(folder: Path) -> list[str]:
+    """The names of the files with weights that are not there."""
+    return [file.name for file in weight_files(folder) if not file.exists()]
+
+
+def check_weights(
+    folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
+) -> None:
+    """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
+    others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of `model`, which some
+    folders have, are ignored, as vLLM does. Reads headers only."""
+    stored: dict[str, tuple[Path, list[int] | str]] = {}
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            for name in file.keys():
+                header = file.get_slice(name)
+                stored[name] = path, header.get_shape()
+                if header.get_dtype() not in FLOATS:
+                    stored[name] = path, header.get_dtype()
+    for name, shape in expected:
+        path, in_file = stored.pop(name, (folder, "missing"))
+        if in_file != list(shape):
+            raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
+    for name, (path, _) in stored.items():
+        is_ignored = name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
+        if model is not None and model.only_guesses_tokens(name):
+            is_ignored = True
+        if not is_ignored:
+            raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
+
+
+def open_weights(path: Path, framework: str = "numpy") -> safe_open:
+    """An open safetensors file. ConfigError if its header is malformed or does not give the size of the file."""
+    try:
+        return safe_open(path, framework=framework)
+    except (OSError, SafetensorError) as error:
+        fix = "fetch it again (other formats are not read: they can run code)"
+        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); {fix}") from error
+
+
+def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
+    """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`. What
+    the hub has is fetched, of a model also the `weights`."""
+    folder = Path(name)
+    is_model = key.endswith("model_name")
+    may_be_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
+    if may_be_on_hub and not os.path.exists(folder):
+        problem = f"{key}: '{name}' is not a local folder"
+        instead = "without network, download it elsewhere and give the folder's path"
+        patterns = ["*.json", "*.jinja"]
+        if is_model and weights:
+            patterns.append("*.safetensors")
+        folder = download(name, patterns, problem, instead)
+    if not os.path.isdir(folder):
+        fix = "give a Hugging Face folder or a hub name org/model"
+        raise DataError(f"{key}: no folder '{name}' (tried {os.path.abspath(name)}): {fix}")
+    config = folder / "config.json"
+    is_adapter = (folder / "adapter_config.json").is_file() and not config.exists()
+    if is_adapter:
+        raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
+    if is_model and not config.is_file():
+        raise DataError(f"{key}: {config}: cannot be read (no such file): give a folder that has one")
+    return folder
+
+
+def read_model_config(
+    folder: Path, overrides: HFConfigOverrides | None = None, *, force_hf: bool = False
+) -> ModelConfig:
+    """The folder's config.json, with `overrides`. ConfigError if the model is not supported. force_hf: as `from_hf`."""
+    hf = read_json(folder / "config.json")
+    if overrides and overrides.max_position_embeddings:
+        hf["max_position_embeddings"] = overrides.max_position_embeddings
+    return ModelConfig.from_hf(hf, str(folder / "config.json"), force_hf=force_hf)

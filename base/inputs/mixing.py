@@ -1,0 +1,192 @@
+"""Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's sampler.
+
+The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep.
+
+The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
+    f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
+    set, for its next problem, or (name, index of a problem).
+sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
+them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
+dict of JSON values that the sampler may change and that checkpoints keep. The sampler must depend on nothing else.
+`--check` and the start of a run call it once, with an empty memory.
+"""
+
+import copy
+import json
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import TypedDict
+
+import numpy as np
+
+from base.inputs.scan import Dataset
+from base.system.imports import call, import_attribute
+from config import Config, ConfigError
+from records import Problem
+
+Sampler = Callable[..., Iterable]  # a user's: its arguments and its items are described above
+Item = tuple[str, int | None]  # a set, and the index of a problem; None: the set's next one
+
+
+class Cursor(TypedDict):
+    """Where the draw stands."""
+
+    position: int  # problems drawn
+    drawn: dict[str, int]  # set -> problems drawn by name
+    memory: dict  # the sampler's
+    records: dict[str, float]  # the sampler's: the metrics of the newest step
+
+
+class Mixture:
+    """The training sets of a run, in the config's order, and the rule by which prompts are drawn from them."""
+
+    def __init__(self, datasets: Sequence[Dataset], cfg: Config):
+        self.datasets = {dataset.name: dataset for dataset in datasets}
+        assert len(self.datasets) == len(datasets), [dataset.name for dataset in datasets]
+        self.sizes = {name: len(dataset.problems) for name, dataset in self.datasets.items()}
+        self.num_problems = sum(self.sizes.values())  # prompts of an epoch, for every mix
+        self.fingerprints = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+        self.seed = cfg.grpo.seed
+        self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
+        self.turn = None  # so many prompts of a set follow each other
+        self.sampler: Sampler | None = None
+        self.sampler_name = f"data.custom_dataloader '{cfg.data.custom_dataloader}'"
+        if cfg.data.use_multiple_dataloader:
+            self.turn = cfg.data.num_prompts_per_dataloader
+            if cfg.data.custom_dataloader:
+                self.sampler = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
+        self.weights: list[Fraction] = []
+        if all(section.weight for section in cfg.data.train):
+            self.weights = [Fraction(section.weight) for section in cfg.data.train]
+
+    def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
+        """ConfigError unless these are the sets that the run `resumed` was trained on."""
+        for name in sorted({*self.fingerprints, *fingerprints}):
+            if self.fingerprints.get(name) == fingerprints.get(name):
+                continue
+            here = "is missing"
+            if name in self.datasets:
+                here = f"is new or changed ({self.datasets[name].path})"
+            raise ConfigError(
+                f"data.train: '{name}' {here}, compared with the data of the run {resumed}, so the saved position "
+                "would select other prompts; give the same data, or start at the beginning of this data with "
+                "checkpointing.allow_changes=true"
+            )
+
+    def start(self) -> Cursor:
+        """The cursor of a new run."""
+        return {"position": 0, "drawn": dict.fromkeys(self.datasets, 0), "memory": {}, "records": {}}
+
+    def record(self, cursor: Cursor, metrics: Mapping[str, float]) -> Cursor:
+        """The cursor with the metrics of the step, which a user's sampler sees at the next step."""
+        if self.sampler is None:
+            return cursor
+        return cursor | {"records": dict(metrics)}
+
+    def draw(self, cursor: Cursor, count: int) -> tuple[list[Problem], Cursor]:
+        """The next `count` problems, and the cursor after them."""
+        # A deep copy: with async_grpo, a checkpoint keeps an earlier cursor than the newest one.
+        after = copy.deepcopy(cursor)
+        after["position"] += count
+        drawn = after["drawn"]
+        names = list(self.datasets)
+        problems = []
+        for name, index in self._items(cursor, after, count):
+            if index is None:
+                (index,) = self.order(self.sizes[name], drawn[name], 1, stream=(names.index(name),))
+                drawn[name] += 1
+            problems.append(self.datasets[name].problems[index])
+        return problems, after
+
+    def _items(self, cursor: Cursor, after: Cursor, count: int) -> Iterable[Item]:
+        """What to draw next, by the rule of the config; after["drawn"] grows as the items are taken."""
+        if self.sampler:
+            return call(self.sampler_name, self._sample, cursor["position"], after, count)
+        if self.turn:
+            return self._in_turn(cursor["position"], count)
+        if self.weights:
+            return self._by_weight(after["drawn"], count)
+        return self._by_size(cursor["position"], count)
+
+    def _sample(self, position: int, after: Cursor, count: int) -> list[Item]:
+        """What the user's sampler draws; it may change after["memory"]. ConfigError unless it gives `count` items."""
+        answer = self.sampler(
+            num_prompts=count,
+            sizes=dict(self.sizes),
+            records=after["records"],
+            memory=after["memory"],
+            position=position,
+            seed=self.seed,
+        )
+        items = [(item, None) if isinstance(item, str) else item for item in answer]
+        if len(items) != count or not all(map(self._is_there, items)):
+            raise ConfigError(
+                f"{self.sampler_name} returned {items!r:.160}: expected {count} items, each a key of {self.sizes} or "
+                "(key, index of a problem)"
+            )
+        json.dumps(after["memory"])  # checkpoints keep it
+        return items
+
+    def _is_there(self, item: Item) -> bool:
+        name, index = item
+        if index is None:
+            index = 0
+        return 0 <= index < self.sizes.get(name, 0)
+
+    def _in_turn(self, position: int, count: int) -> Iterator[Item]:
+        """`turn` prompts of a set, then as many of the next one."""
+        names = list(self.datasets)
+        for place in range(position, position + count):
+            number_of_turn = place // self.turn
+            yield names[number_of_turn % len(names)], None
+
+    def _by_weight(self, drawn: Mapping[str, int], count: int) -> Iterator[Item]:
+        for _ in range(count):
+            yield furthest_behind(drawn, self.weights), None
+
+    def _by_size(self, position: int, count: int) -> Iterator[Item]:
+        """All problems of all sets in one order: a number counts them through, set after set."""
+        names = list(self.datasets)
+        starts = [0, *accumulate(self.sizes.values())]
+        for number in self.order(self.num_problems, position, count):
+            place = bisect(starts, number) - 1
+            yield names[place], number - starts[place]
+
+
+def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
+    """The set that is furthest behind its share of all prompts up to the next one; of equals the first.
+
+    No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
+    weights 3 and 1 give a a b a, again and again.
+    """
+    prompts_per_weight = Fraction(sum(drawn.values()) + 1, sum(weights))
+    behind = {}
+    for name, weight in zip(drawn, weights, strict=True):
+        behind[name] = weight * prompts_per_weight - drawn[name]
+    return max(behind, key=behind.__getitem__)
+
+
+def epoch_order(
+    size: int, position: int, count: int, *, seed: int, shuffle: bool, stream: tuple[int, ...] = ()
+) -> list[int]:
+    """`count` indices below `size` from global `position` on, one epoch after the other. An epoch has every index once,
+    in the order that numpy's PCG64 gives for (seed, epoch, *stream): the same on any number of ranks."""
+    indices = []
+    for place in range(position, position + count):
+        epoch, index = divmod(place, size)
+        if shuffle:
+            index = int(_permutation(size, seed, epoch, stream)[index])
+        indices.append(index)
+    return indices
+
+
+@lru_cache(maxsize=8)
+def _permutation(size: int, seed: int, epoch: int, stream: tuple[int, ...]) -> np.ndarray:
+    generator = np.random.Generator(np.random.PCG64([seed, epoch, *stream]))
+    order = generator.permutation(size)
+    if size < 2**32:
+        return order.astype(np.uint32)  # half the memory
+    return order

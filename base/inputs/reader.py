@@ -1,0 +1,460 @@
+"""Yaml files and `key.sub=value` overrides -> Config; Config -> yaml.
+
+A value stays the text that was written until the type of its key reads it: 1e-6 is a number, `no` may be a name, and
+007 keeps its zeros. Only values of the user's own keys, such as env.custom, are what yaml makes of them. A mistake is a
+line of a ConfigError that names the place, the key, the value, and the fix. Mistakes of keys and values are told
+together; what cannot be read at all, such as an override without `=`, is told alone. Whether values fit each other is
+judged in base/check.
+"""
+
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+import yaml
+
+from base.inputs import keys, nemo
+from base.inputs.keys import FIELDS, FREE, LISTS, SECTIONS, numbered_name, plain_name
+from base.inputs.yaml_text import Document, Plain, read_yaml, typed
+from config import Config, ConfigError, DataError, Section, shortened
+
+MOST_PROBLEMS = 20  # told at once
+_NUMBER = r"\d+(?:\.\d*)?"
+_COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+
+
+class Entry(NamedTuple):
+    """A key that a file or an override sets, by its full name, and where."""
+
+    name: str
+    value: Plain
+    place: str
+
+
+@dataclass(slots=True)
+class Reading:
+    """What `read` finds: a config in which a key with a mistake has its default, and the mistakes. doubtful: keys of
+    whose values nothing can be said, because they are wrong or misspelled."""
+
+    cfg: Config
+    problems: list[str]
+    doubtful: set[str]
+
+    def raise_problems(self, others: Sequence[str] = ()) -> None:
+        """ConfigError if there are problems, here or among `others` that are about no doubtful key."""
+        sound = [text for text in others if not any(name in text for name in self.doubtful)]
+        problems = [*self.problems, *sound]
+        if len(problems) > MOST_PROBLEMS:
+            problems[MOST_PROBLEMS:] = [f"and {len(problems) - MOST_PROBLEMS:,} more"]
+        if problems:
+            raise ConfigError(*problems)
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Config:
+    """The config of a yaml file, over the files that its `defaults:` names and under `key.sub=value` overrides.
+
+    The last one to set a key wins, by whatever spelling; a list is one value. Raises ConfigError, a line for each
+    mistake. Of a config with NeMo RL's keys, rank 0 says that some keys do not matter; with `explain`, as --check has
+    it, a verdict on every key is printed.
+    """
+    reading = read(path, overrides, explain=explain)
+    reading.raise_problems()
+    return reading.cfg
+
+
+def read(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Reading:
+    """As `load`, but mistakes of keys are returned, so that others can be told with them. Raises ConfigError where a
+    file or an override cannot be read at all."""
+    files = _read_file(Path(path), ())
+    translation = _Translation(files, [_read_override(override) for override in overrides])
+    translation.run()
+    if explain:
+        translation.print_verdicts()
+    elif not translation.problems and os.environ.get("RANK", "0") == "0":
+        translation.print_idle_keys()
+    cfg = translation.build(Config(), "")
+    return Reading(cfg, translation.problems, translation.doubtful)
+
+
+def to_yaml(cfg: Config) -> str:
+    """The whole config as yaml that `load` reads back as an equal one."""
+    return yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True)
+
+
+# -------------------------------------------------------------------------------------------- files and overrides
+
+
+def _read_file(path: Path, parents: tuple[Path, ...]) -> list[list[Entry]]:
+    """The entries of the files that its defaults name, file by file, then its own. parents: the files whose defaults
+    it is."""
+    try:
+        text = read_yaml(path)
+    except DataError as error:
+        named = f" (named by the defaults of {parents[-1]})" if parents else ""
+        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
+        raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
+    if path.resolve() in [parent.resolve() for parent in parents]:
+        raise ConfigError(f"{path}: defaults form a cycle: {' -> '.join(map(str, (*parents, path)))}")
+    document = Document(text, str(path), keys.is_free)
+    tree = document.value
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections of keys, as in 'grpo: {{seed: 1}}', got {_shown(tree)}")
+    below: list[list[Entry]] = []
+    defaults = tree.pop("defaults", [])
+    for name in defaults if isinstance(defaults, list) else [defaults]:
+        if not isinstance(name, str) or not name:
+            problem = f"defaults: expected a file or a list of files, got {_shown(name)}"
+            raise ConfigError(f"{document.places['defaults']}: {problem}")
+        file = path.parent / name
+        if file.suffix != ".yaml" and not os.path.exists(file):  # NeMo RL's guides leave out the ending, too
+            file = Path(f"{file}.yaml")
+        below += _read_file(file, (*parents, path))
+    own = list(_entries(tree, "", document.places))
+    replacing = [entry for entry in own if entry.name.endswith("._override_")]  # a whole section: before its keys
+    others = [entry for entry in own if not entry.name.endswith("._override_")]
+    return [*below, replacing + others]
+
+
+def _entries(tree: dict[str, Plain], prefix: str, places: dict[str, str]) -> Iterator[Entry]:
+    """Everything in a tree that is not a section with keys; before the entries of a list an `_override_`, as it
+    replaces all."""
+    for key, value in tree.items():
+        name = prefix + key
+        is_section = plain_name(name) in SECTIONS or nemo.is_section(name)
+        if isinstance(value, dict) and value and is_section:
+            yield from _entries(value, f"{name}.", places)
+        elif name in LISTS and isinstance(value, list) and value:
+            yield Entry(f"{name}._override_", "true", places[name])
+            for number, item in enumerate(value):
+                if not isinstance(item, dict) or not item:
+                    problem = f"entry {number + 1}: expected a mapping with keys, got {keys.text_of(item):.80}"
+                    raise ConfigError(f"{places[name]}: {name}: {problem}")
+                yield from _entries(item, f"{name}.{number}.", places)
+        else:
+            yield Entry(name, value, places[name])
+
+
+def _read_override(override: str) -> Entry:
+    """The entry of `key.sub=value`. The value is the text as typed; lists, null and the user's own keys are yaml."""
+    place = f"command line {shortened(override)}"
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"{place}: expected key.sub=value, as in grpo.seed=1")
+    is_list = name in FIELDS and name not in LISTS and get_origin(keys.split_optional(FIELDS[name].type)[0]) is tuple
+    if is_list or name in FREE:
+        return Entry(name, Document(text, place, keys.is_free, name).value, place)
+    value = typed(text)
+    if value is None or keys.is_free(name):
+        return Entry(name, value, place)
+    return Entry(name, text, place)
+
+
+def _replaced_section(name: str) -> str | None:
+    """`grpo._override_` -> grpo."""
+    section, _, last = name.rpartition(".")
+    return section if section and section in SECTIONS and last == "_override_" else None
+
+
+def _merge(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Key -> the entry in force. A later value replaces all keys below it: `env: null` those of `env.math`. A later key
+    replaces the null, {} or [] above it: `env.math.num_workers` an earlier `env: {}`."""
+    merged: dict[str, Entry] = {}
+    for entry in entries:
+        name = _replaced_section(entry.name) or entry.name
+        below = [key for key in merged if key.startswith(f"{name}.")]
+        if below and entry.value == {}:  # an empty section changes nothing
+            continue
+        for key in below:
+            del merged[key]
+        if name != entry.name:  # `_override_: true`, or a wrong value of it
+            if entry.value != "true":
+                merged[entry.name] = entry
+            continue
+        above = name.rpartition(".")[0]
+        while above:
+            if above in merged and merged[above].value in (None, {}, []):
+                del merged[above]
+            above = above.rpartition(".")[0]
+        merged.pop(name, None)
+        merged[name] = entry
+    return merged
+
+
+# -------------------------------------------------------------------------------------------------- keys to values
+
+
+class _Translation:
+    """Entries -> values of our keys, by NeMo RL's table and the types and bounds of config.py."""
+
+    def __init__(self, files: Sequence[Sequence[Entry]], overrides: Sequence[Entry]):
+        sources = [*files]
+        for override in overrides:
+            sources.append([override])
+        entries: list[Entry] = []
+        self.num_files = len(files)
+        self.source_of: dict[str, int] = {}  # number of the file or override that sets the key
+        for number, source in enumerate(sources):
+            entries += source
+            for entry in source:
+                self.source_of[entry.name] = number
+        self.entries = _merge(entries)
+        self.rows = nemo.rows_of(self.entries.keys())
+        self.added = nemo.settings_beside(self.entries.keys())
+        self.written: dict[str, Plain] = {}  # what `${key}` reads
+        for name, entry in self.entries.items():
+            self.written[numbered_name(name)] = entry.value
+        for name, value in self.added.items():
+            self.written[numbered_name(name)] = value
+        self.values: dict[str, Any] = {}  # of our keys, of any type
+        self.verdicts: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.doubtful: set[str] = set()
+        self.set_by: dict[str, str] = {}  # key of ours -> the key that set it last
+
+    def run(self) -> None:
+        """Judges every key. Of several spellings of one key, the last to be judged wins."""
+
+        def order(name: str) -> tuple[int, bool]:
+            """File by file, then override by override. Within a file, renamed keys come after plain ones."""
+            source = self.source_of[name]
+            row = self.rows[name]
+            if row.decides and source < self.num_files:
+                source = self.num_files - 1
+            return source, bool(row.target)
+
+        for name in sorted(self.entries, key=order):
+            entry = self.entries[name]
+            row = self.rows[name]
+            try:
+                self._translate(entry, row)
+            except ConfigError as error:
+                self._refuse(name, row, str(error))
+        if self.problems:
+            return
+        for name, value in self.added.items():
+            self._set(name, self._resolved(Entry(name, value, "nemo.yaml")))
+
+    def _translate(self, entry: Entry, row: nemo.Row) -> None:
+        """Adds the verdict on a key and what it sets. ConfigError without the place."""
+        name, value, _ = entry
+        if _replaced_section(name):
+            raise ConfigError(f"{name}: expected true, got {_shown(value)}")
+        value_matters = row.same or not row.why
+        if value_matters:
+            value = self._resolved(entry)
+            if keys.is_free(name) and value != entry.value:
+                value = typed(value)
+        verdict = nemo.judge(name, value, row, self._value_of)
+        if verdict.kind == "refused":
+            raise ConfigError(verdict.text)
+        self.verdicts[name] = verdict.text
+        for key, setting in verdict.settings.items():
+            earlier = self.set_by.get(key, name)
+            is_changed = self._set(key, setting)
+            if is_changed and earlier != name and key in (earlier, name):  # two spellings of one key, and two values
+                self.verdicts[earlier] = f"does not matter: {name} decides"
+            self.set_by[key] = name
+
+    def _refuse(self, name: str, row: nemo.Row, problem: str) -> None:
+        text = f"{self.entries[name].place}: {problem}"
+        self.problems.append(text)
+        self.verdicts[name] = f"refused: {text}"
+        self.doubtful.update({plain_name(name), row.target} & FIELDS.keys())
+
+    def _unknown(self, name: str) -> str:
+        """The problem with a key that does not exist. The key that is meant is looked for only where the problem is
+        told, for that takes milliseconds."""
+        if len(self.problems) >= MOST_PROBLEMS:
+            return f"unknown key '{name:.200}'"
+        meant = keys.meant_key(name, FIELDS)
+        if meant:
+            self.doubtful.add(meant)
+        return keys.unknown_key(name, meant)
+
+    def _value_of(self, name: str) -> Plain:
+        return typed(self._resolved(Entry(name, f"${{{name}}}", "")))
+
+    def _resolved(self, entry: Entry) -> Plain:
+        """The value of a key, with `${key}`, `${.sibling}` and `${mul: a, b}` in its text replaced."""
+        text = entry.value
+        if not isinstance(text, str) or "${" not in text or entry.name in FREE:
+            return text
+        for _ in range(20):
+            if "${" not in text:
+                return None if typed(text) is None else text  # `${key}` of a null key is null, not its text
+            text = re.sub(r"\$\{([^${}]*)\}", lambda match: self._looked_up(match[1].strip(), entry.name), text)
+            if len(text) > 10_000:
+                break
+        raise ConfigError(f"{entry.name}: ${{...}} forms a cycle, is too deep, or is not closed")
+
+    def _looked_up(self, reference: str, key: str) -> str:
+        """The text in place of `${reference}` in the value of `key`."""
+        if ":" in reference:
+            if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", reference):
+                raise ConfigError(f"{key}: ${{{reference:.80}}}: only keys, and mul of numbers, are understood")
+            factors = [Decimal(number) for number in re.findall(_NUMBER, reference)]
+            return f"{float(math.prod(factors)):.17g}"  # Decimal: 1.1 x 100 is 110, not 110.00000000000001
+        name = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
+        default = FIELDS[name].default if name in FIELDS else MISSING
+        found = self.written.get(numbered_name(name), default)
+        if found is MISSING or name in SECTIONS or isinstance(found, (tuple, list, dict)):
+            raise ConfigError(f"{key}: ${{{name:.80}}} is not the name of a key with one value")
+        return keys.text_of(found)
+
+    def _set(self, name: str, value: Plain) -> bool:
+        """Sets a key of ours, and says whether it had another value. ConfigError if key or value is wrong."""
+        plain = plain_name(name)
+        for free in FREE:
+            if name.startswith(f"{free}."):
+                return self._set_free(free, name.removeprefix(f"{free}."), value)
+        if plain not in FIELDS:
+            raise ConfigError(self._unknown(plain))
+        if plain in SECTIONS:
+            self._check_section(name, value)
+            return False
+        return _put(self.values, numbered_name(name), checked(name, value, FIELDS[plain].type))
+
+    def _set_free(self, free: str, name: str, value: Plain) -> bool:
+        """Sets one of the user's own keys below `free`."""
+        section = self.values.setdefault(free, {})
+        kind = get_args(FIELDS[free].type)[1]
+        above, _, last = name.rpartition(".")
+        if free == "env.custom" and above:  # such as env.custom.my.envs:Class.argument
+            return _put(section.setdefault(above, {}), last, value)
+        return _put(section, name, checked(f"{free}.{name}", value, kind))
+
+    def _check_section(self, name: str, value: Plain) -> None:
+        """A section without keys sets nothing, nor does null for a list of sections. ConfigError for another value."""
+        plain = plain_name(name)
+        if value in ({}, []) or (value is None and plain in LISTS):
+            return
+        raise ConfigError(f"{name} is a section, got {_shown(value)}; set its keys: {keys.keys_of(plain)}")
+
+    def build(self, section: Section, prefix: str) -> Section:
+        """A section with the values of its keys in place of its own. prefix: its full name and a dot."""
+        changes = {}
+        for key in fields(section):
+            name = prefix + key.name
+            if name in LISTS:
+                changes[key.name] = self._build_list(section, name, prefix)
+            elif is_dataclass(key.type):
+                changes[key.name] = self.build(getattr(section, key.name), f"{name}.")
+            elif name in self.values:
+                changes[key.name] = self.values[name]
+        return replace(section, **changes)
+
+    def _build_list(self, section: Section, name: str, prefix: str) -> tuple[Section, ...]:
+        """The sections of a list. A key that one of them does not set has the value of the key below `default`."""
+        default = self.build(getattr(section, "default", SECTIONS[name]()), f"{prefix}default.")
+        set_numbers = {int(key[len(name) + 1 :].partition(".")[0]) for key in self.values if key.startswith(f"{name}.")}
+        for number in range(len(set_numbers)):
+            if number not in set_numbers:
+                self.problems.append(f"{name}.{max(set_numbers)} is set, but not {name}.{number}: leave no gaps")
+                return ()
+        return tuple(self.build(default, f"{name}.{number}.") for number in range(len(set_numbers)))
+
+    def print_verdicts(self) -> None:
+        """Prints how many keys have which verdict, then a line for each key."""
+        counts = []
+        lines = []
+        for kind in nemo.KINDS:
+            names = [name for name, text in self.verdicts.items() if text.startswith(kind)]
+            if names:
+                counts.append(f"{len(names)} {kind}")
+            lines += [f"{name}={keys.text_of(self.entries[name].value)}: {self.verdicts[name]}" for name in names]
+        print(f"{len(self.verdicts)} keys: {', '.join(counts)}", *lines, "", sep="\n")
+
+    def print_idle_keys(self) -> None:
+        """Prints that some keys do not matter here."""
+        idle = [name for name, text in self.verdicts.items() if text.startswith("does not matter")]
+        if idle:
+            some = ", ".join(idle[:3])
+            if len(idle) > 3:
+                some += ", .."
+            print(f"without effect here: {len(idle)} keys of the config ({some}); --check --explain says why")
+
+
+def _put(values: dict[str, Any], name: str, value: Any) -> bool:
+    """Sets a value, and says whether there was another one."""
+    is_changed = values.get(name, value) != value
+    values[name] = value
+    return is_changed
+
+
+# --------------------------------------------------------------------------------------------------------- values
+
+
+def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
+    """A text, null, list or mapping as the value of the key `name`, whose type is `kind`. ConfigError if it is none, or
+    out of bounds."""
+    if get_origin(kind) is Mapping and value is None:
+        value = {}
+    if get_origin(kind) is Mapping and isinstance(value, dict):
+        of_each = get_args(kind)[1]
+        return {key: checked(f"{name}.{key}", child, of_each) for key, child in value.items()}
+    plain = plain_name(name)
+    try:
+        new = msgspec.convert(_read_numbers(value, kind), kind)
+        if not _is_finite(new):
+            raise msgspec.ValidationError
+    except msgspec.ValidationError:
+        hint = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
+        if name.startswith("env.custom."):
+            hint = "; give an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
+        raise ConfigError(f"{name:.200}: expected {keys.type_name(kind)}, got {_shown(value)}{hint}") from None
+    if plain in FIELDS:
+        _check_bounds(name, new)
+    return new
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _is_finite(value: Any) -> bool:
+    return all(math.isfinite(item) for item in _items(value) if isinstance(item, float))
+
+
+def _check_bounds(name: str, value: Any) -> None:
+    """ConfigError if a value, or an item of a list, is an empty text or a number out of the bounds of its key."""
+    plain = plain_name(name)
+    shown = f"{json.dumps(value):.80}"
+    if "" in _items(value):
+        raise ConfigError(f"{name}={shown}: empty strings are not allowed ({keys.meanings()[plain]})")
+    numbers = [item for item in _items(value) if isinstance(item, int | float)]
+    for limit in filter(None, keys.bounds(plain).split(", ")):
+        sign, bound = limit.split()
+        if not all(_COMPARE[sign](number, float(bound)) for number in numbers):
+            raise ConfigError(f"{name}={shown}: must be {keys.bounds(plain)} ({keys.meanings()[plain]})")
+
+
+def _read_numbers(value: Plain, kind: keys.Kind) -> Plain:
+    """A text, or each text of a list, as true, false or a number, unless `kind` is a type of text."""
+    if isinstance(value, list):
+        items = [kind for kind in get_args(keys.split_optional(kind)[0]) if kind is not Ellipsis]
+        return [_read_numbers(item, items[0] if items else str) for item in value]
+    base = keys.split_optional(kind)[0]
+    if not isinstance(value, str) or base is str or base is Any or get_origin(base) is Literal:
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(value)
+        except ValueError:
+            continue
+    return value
+
+
+def _shown(value: Plain) -> str:
+    if value is None:
+        return "null"
+    return "a mapping" if isinstance(value, dict) else shortened(value)

@@ -1,0 +1,532 @@
+"""How much memory each GPU needs in each phase, by formulas: before a run starts, and without torch.
+
+Each formula names the lines of this program that allocate the bytes, or another source; the tests count the bytes that
+these lines allocate. Sizes are bytes on one rank. Each token of a pack counts as a response token.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from base.hf.lora_layers import ROUTERS, factor_shapes
+from base.hf.model_config import ModelConfig, NativeConfig
+from config import Config
+from kernels import sizes
+
+GIB = 2**30
+NUMBER = {"bfloat16": 2, "float32": 4}
+# Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
+CONTEXT = 2.5 * GIB
+SPARE = 0.05  # of the GPU, which a choice leaves free: the plan is not exact, and torch's segments have gaps
+OWN_CONTEXT = GIB / 2  # of CONTEXT, what this process has at its start, before the policy is there
+# vLLM's pools "runtime" and "cudagraph", which wake with the weights (vllm/device_allocator/cumem.py): 0.5 to 1 GiB.
+RUNTIME = 0.8 * GIB
+PACK_SIZES = (8_192, 16_384, 24_576, 32_768)  # tokens
+INDICES = 40  # bytes for each expert that a token goes to: five tensors of its number and weight, in 64 bits
+Items = dict[str, float]  # what holds memory -> bytes
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Row(NamedTuple):
+    """What holds memory at a moment of a phase, and how many bytes. A phase of one moment has "" for it."""
+
+    phase: str
+    moment: str
+    item: str
+    size: float
+
+
+def count(shapes: Shapes, part: str = "") -> int:
+    """The elements of the tensors with `part` in their names."""
+    return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
+    one GPU, or None if unknown; others: what other processes hold of it. reward: the reward model. trains: False for
+    eval.py. teacher: of the KL."""
+
+    cfg: Config
+    model: ModelConfig
+    vocab: int
+    num_gpus: int
+    gpu_bytes: float | None = None
+    reward: ModelConfig | None = None
+    trains: bool = True
+    teacher: ModelConfig | None = None
+    others: float = 0
+
+    @property
+    def precision(self) -> int:
+        """Bytes of an element in the trainer's matmuls: c below."""
+        return NUMBER[self.cfg.policy.precision]
+
+    @property
+    def engine_precision(self) -> int:
+        return NUMBER[self.cfg.policy.generation.vllm_cfg.precision or self.cfg.policy.precision]
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks of a replica."""
+        return self.num_gpus // self.cfg.policy.dtensor_cfg.dp_replicate_size
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a pack. With null for train_mb_tokens, the largest of `PACK_SIZES` that leaves `SPARE` of the GPU free,
+        and of which a rank has two in a minibatch if all samples are as long as they may be."""
+        tokens = self.cfg.policy.pack_tokens("cuda")
+        if self.chooses_packs and self.gpu_bytes is not None:
+            for size in PACK_SIZES:
+                if size > tokens and 2 * size <= self.minibatch_tokens and self.with_packs(size).has_room:
+                    tokens = size
+        return tokens
+
+    @property
+    def chooses_packs(self) -> bool:
+        return self.trains and self.cfg.policy.sequence_packing.train_mb_tokens is None
+
+    @property
+    def minibatch_tokens(self) -> float:
+        """The most tokens that a rank may train in an optimizer step."""
+        grpo = self.cfg.grpo
+        policy = self.cfg.policy
+        num_samples = policy.train_global_batch_size
+        if num_samples is None:
+            num_samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        return num_samples * policy.max_total_sequence_length / self.num_gpus
+
+    def with_packs(self, tokens: int) -> "Plan":
+        """With this number in place of train_mb_tokens."""
+        packing = replace(self.cfg.policy.sequence_packing, train_mb_tokens=tokens)
+        policy = replace(self.cfg.policy, sequence_packing=packing)
+        return replace(self, cfg=replace(self.cfg, policy=policy))
+
+    @property
+    def has_room(self) -> bool:
+        """Whether training and scoring leave `SPARE` of the GPU free."""
+        return max(self.size("train"), self.size("score")) <= (1 - SPARE) * self.gpu_bytes
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """As the trainer has them: the experts of a layer, 18,432 matrices in Qwen3-30B-A3B, are one tensor."""
+        m = self.model
+        shapes: Shapes = {}
+        for name, shape in m.tensor_shapes():
+            block, of_experts, _ = name.partition(".experts.")
+            if of_experts:
+                shapes[f"{block}.experts"] = (m.num_experts, 3 * m.expert_size, m.hidden_size)
+            else:
+                shapes[name] = shape
+        return shapes
+
+    @property
+    def lora(self) -> bool:
+        return self.cfg.policy.dtensor_cfg.lora_cfg.enabled
+
+    @cached_property
+    def trained(self) -> Shapes:
+        """The tensors that the optimizer updates."""
+        if self.lora:
+            return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg)
+        is_frozen = self.model.num_experts > 0 and self.cfg.policy.freeze_moe_router
+        return {name: shape for name, shape in self.shapes.items() if not (is_frozen and name.endswith(ROUTERS))}
+
+    @cached_property
+    def block(self) -> int:
+        """Elements of the weights of a block, adapters included."""
+        return count(self.shapes | self.trained, f"model.layers.{self.model.num_hidden_layers - 1}.")
+
+    @property
+    def head(self) -> int:
+        """Elements of the embedding; an untied head has as many."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    def pinned(self, shapes: Shapes, *widths: int) -> int:
+        """Host memory for a rank's rows in these bytes each: torch rounds a pinned block up to a power of two."""
+        sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
+        return sum(1 << (size - 1).bit_length() for size in sizes)
+
+    def rows(self, shapes: Shapes) -> int:
+        """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
+        return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
+
+    @property
+    def matrices(self) -> Shapes:
+        """What Muon trains, with one moment."""
+        is_muon = self.cfg.policy.optimizer.name == "torch.optim.Muon"
+        return {n: s for n, s in self.trained.items() if is_muon and ".layers." in n and len(s) == 2}
+
+    @cached_property
+    def shards(self) -> Items:
+        """Trained tensors are in float32, frozen ones in the trainer's precision. AdamW has two moments, Muon one for
+        each matrix of a block; `state_dtype` is the type of the first (optim.build_optimizer)."""
+        trained = self.rows(self.trained)
+        items: Items = {"weights": 4 * trained}
+        if self.lora:
+            items["weights"] += self.precision * self.rows(self.shapes)
+        else:  # frozen routers
+            items["weights"] = 4 * self.rows(self.shapes)
+        if self.trains:
+            first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+            items["moments"] = (first + 4) * trained - 4 * self.rows(self.matrices)
+            items["gradients"] = 4 * trained
+        return items
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The shards that are in host memory."""
+        policy = self.cfg.policy
+        if policy.dtensor_cfg.cpu_offload:
+            return tuple(self.shards)
+        if policy.offload_optimizer_for_logprob and self.trains:
+            return ("moments",)
+        return ()
+
+    def states(self, gradients: bool = False) -> Items:
+        """The shards on the GPU. With offloaded gradients, replicas still keep them there until they are added up."""
+        items = {name: size for name, size in self.shards.items() if name not in self.offloaded}
+        if not gradients:
+            items.pop("gradients", None)
+        elif self.num_shards < self.num_gpus and "gradients" in self.shards:
+            items["gradients"] = self.shards["gradients"]
+        return items
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of each element that a norm keeps for its backward, without what LoRA's frozen weights do not need."""
+        tensors = self.model.family.norm_tensors
+        return 4 * (max(1, tensors - 1) if self.lora else tensors)
+
+    @cached_property
+    def block_activations(self) -> float:
+        """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
+        float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
+        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner). transformers'
+        blocks are not compiled; of experts, each keeps of its tokens also what it gets and what it gives
+        (transformers.integrations.moe.grouped_mm_experts_forward)."""
+        m = self.model
+        c = self.precision
+        policy = self.cfg.policy
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
+        # A prompt's keys and values are there once for each response that shares it (attention.packed_attention).
+        new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
+        prompt = policy.max_total_sequence_length - new
+        group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
+        attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
+        has_qk_norm = m.family.qk_norm != "none"
+        is_native = isinstance(m, NativeConfig)
+        if is_native and policy.compile is not False:  # None: on CUDA it is
+            norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
+            return norms + attention + 3 * c * m.intermediate_size
+        norms = self.norm_bytes * (len(m.family.norms) * m.hidden_size + (queries + keys) * has_qk_norm)
+        attention += c * m.hidden_size  # its input, which is also the MLP's where a block has a single norm
+        if m.num_experts == 0:
+            tensors = 2 if m.family.mlp == "plain" else 4
+            mlp = c * tensors * m.intermediate_size
+            if len(m.family.norms) > 1:
+                mlp += c * m.hidden_size
+            return norms + attention + mlp
+        experts = c * m.experts_per_token * (2 * m.hidden_size + 4 * m.expert_size)
+        router = 4 * m.num_experts + INDICES * m.experts_per_token
+        shared = c * (m.hidden_size + 4 * m.shared_expert_size) if m.shared_expert_size else 0
+        if m.family.experts.shared_gate is not None:
+            shared += c * m.hidden_size  # what the gate scales
+        return norms + attention + experts + router + shared
+
+    @cached_property
+    def mlp_inner(self) -> int:
+        """Elements of the hidden layer of an MLP for a token, of all experts that compute it together."""
+        m = self.model
+        if m.num_experts == 0:
+            return m.intermediate_size
+        return m.experts_per_token * m.expert_size + m.shared_expert_size
+
+    @property
+    def mlp_matrix(self) -> int:
+        """Elements of the last matrix of an MLP, or of all experts of a layer."""
+        m = self.model
+        if m.num_experts == 0:
+            return m.hidden_size * m.intermediate_size
+        if self.lora:  # experts are not adapted: the output of the attention is the largest
+            return m.hidden_size * m.num_attention_heads * m.head_dim
+        return m.num_experts * m.hidden_size * m.expert_size
+
+    def kept(self, num_blocks: int) -> float:
+        """Activations of the first blocks: of those that are computed again, only their inputs, in float32."""
+        recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
+        again = num_blocks if recompute is True else min(num_blocks, recompute)
+        return self.tokens * (again * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
+
+    def gathered(self, size: int) -> float:
+        """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
+        needs no buffer."""
+        return self.precision * size * (2 if self.num_shards > 1 else 1)
+
+    @property
+    def gather(self) -> float:
+        """Bytes while embedding or head are gathered, with the blocks gathered then. One rank has no buffer for the
+        gather, but with cpu_offload the shard as it came, and else a buffer for the cast."""
+        c = self.precision
+        tied = self.model.tie_word_embeddings
+        if self.num_shards > 1:
+            return self.gathered(self.head) + c * self.block * (2 if tied else 1)
+        stored = c if self.lora else 4
+        return (c + (stored if "weights" in self.offloaded else c * (stored != c))) * self.head
+
+    @property
+    def buffer(self) -> float:
+        """FSDP keeps the buffer of the newest all-gather of a forward until the next one: here the untied head's."""
+        newest = self.block if self.model.tie_word_embeddings else self.head
+        return self.gathered(newest) - self.precision * newest
+
+    @cached_property
+    def keeps_gathered(self) -> bool:
+        """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free.
+        If nobody knows the GPU, a single shard stays, unless LoRA has frozen it."""
+        if self.cfg.policy.dtensor_cfg.cpu_offload or not self.trains:
+            return False
+        if self.gpu_bytes is None:
+            return self.num_shards == 1 and not self.lora
+        needed = _moments([*self.train(keeps=True), *self.score(keeps=True)]).values()
+        largest = max(sum(items.values()) for items in needed)
+        return largest + CONTEXT + self.others <= (1 - SPARE) * self.gpu_bytes
+
+    @property
+    def gathered_rest(self) -> float:
+        """All gathered weights but the embedding, or the untied head."""
+        return self.precision * (count(self.shapes | self.trained) - self.head)
+
+    def logits(self, to_train: bool) -> float:
+        """A chunk of the head's logits (kernels.chunks.logit_chunks), with top_p sorted a part at a time. PyTorch has
+        copies: exp z, dz."""
+        policy = self.cfg.policy
+        sorts = 0
+        if policy.generation.top_p < 1:
+            sorts = sizes.SORT_BYTES * sizes.SORT_ELEMENTS["cuda"]
+        if policy.kernel_backend != "torch":
+            stride = sizes.row_stride(self.model.vocab_size)
+            rows = sizes.triton_rows(self.tokens, stride, policy.logprob_chunk_size)
+            return 4 * stride * rows + sorts
+        rows = min(self.tokens, sizes.torch_rows(self.vocab, "cuda"))
+        chunk = 4 * self.vocab * rows
+        copies = 2.5 if self.precision == 2 and to_train and not self.lora else 2
+        return max(chunk + sorts, chunk * copies)
+
+    def train(self, keeps: bool) -> list[Row]:
+        """The moments of forward and backward at which most is held, from the second pack of a step on. keeps: see
+        `keeps_gathered`."""
+        m = self.model
+        c = self.precision
+        tied = m.tie_word_embeddings
+        several = self.num_shards > 1
+        deferred = self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and several
+        states = self.states(gradients=True)
+        if deferred:
+            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
+        inputs = c * self.tokens * m.hidden_size  # of the head, or their gradient
+        activations = self.kept(m.num_hidden_layers) + (self.norm_bytes + c) * self.tokens * m.hidden_size
+        # The head: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
+        dW = 0 if self.lora else self.head
+        logits = 2 * inputs + 4 * dW + max(self.logits(True), c * dW + inputs)
+        at_head = {"embedding and head": c * self.head, "gathered": self.buffer}
+        at_head["activations"] = activations
+        at_head["logits and gradient of the head"] = logits
+        # FSDP's reduction of it on one rank: two float32 copies beside the sum of all packs. Several ranks hold less
+        # then than at the head. A tied one's comes when the activations are gone.
+        reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 2 * 4 * dW}
+        # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
+        # with LoRA that of merged_weight.
+        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * self.mlp_inner) * self.tokens
+        last_matrix = (4 if self.lora else c) * self.mlp_matrix
+        block = {"activations": self.kept(m.num_hidden_layers - 1) + inner}
+        block["gathered"] = self.gathered(self.block) + last_matrix
+        block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
+        if keeps:
+            at_head["gathered"] = self.gathered_rest
+            reduction["gathered"] = self.gathered_rest + c * self.head
+            block["gathered"] = self.gathered_rest + last_matrix
+            if not tied:
+                block["embedding and head"] += c * self.head
+        rows = _rows("train", "the head", states, at_head)
+        if keeps:  # the packs after the first gather nothing, and the first has no gradients yet
+            first = at_head.copy()
+            first["gathered"] += self.buffer
+            rows += _rows("train", "the head of the first pack", self.states(), first)
+        rows += _rows("train", "the reduction of its gradient", states, reduction)
+        rows += _rows("train", "a block", states, block)
+        return rows
+
+    def score(self, keeps: bool) -> list[Row]:
+        """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
+        (model.Reference). keeps: see `keeps_gathered`."""
+        m = self.model
+        c = self.precision
+        states = self.states()
+        if self.teacher:  # its largest parts are gathered with a buffer
+            shapes = dict(self.teacher.tensor_shapes())
+            last = self.teacher.num_hidden_layers - 1
+            gathered = count(shapes, "embed_tokens") + count(shapes, f"model.layers.{last}.")
+            states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
+        elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
+            states["copy of the policy"] = 4 * self.rows(self.trained)
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
+        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * self.mlp_inner
+        inner += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
+        ends = c * self.head
+        gather = {"gathered": self.gather}
+        several = self.num_shards > 1
+        if several or not m.tie_word_embeddings:
+            gather["activations"] = 4 * self.tokens * m.hidden_size
+        block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
+        if self.lora:
+            block["gathered"] += c * self.mlp_matrix  # merged_weight
+        if m.tie_word_embeddings:
+            block["embedding and head"] = ends
+        at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
+        at_head["activations"] = 2 * c * self.tokens * m.hidden_size
+        if keeps:  # the last unit is gathered beside all others; later packs find them all
+            if not m.tie_word_embeddings:
+                gather["gathered"] = self.gathered_rest + (self.gathered(self.head) if several else self.gather)
+            block["gathered"] += self.gathered_rest - c * self.block
+            block["embedding and head"] = ends
+            at_head["gathered"] += self.gathered_rest
+        rows = _rows("score", "a gather", states, gather)
+        rows += _rows("score", "a block", states, block)
+        rows += _rows("score", "the head", states, at_head)
+        return rows
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of a token in the cache: keys and values of all layers; each rank has its share of the heads."""
+        m = self.model
+        tensor = self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
+        heads = max(1, m.num_key_value_heads / tensor)
+        return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
+
+    @property
+    def num_engines(self) -> int:
+        generation = self.cfg.policy.generation
+        return max(1, (generation.num_generators or self.num_gpus) // generation.vllm_cfg.tensor_parallel_size)
+
+    @cached_property
+    def engine(self) -> Items:
+        """The engine without its KV cache; vLLM pads the vocabulary to a multiple of 64. Not yet measured: five
+        matrices of logits in its sampler, and 1 GiB for 8,192 tokens in a layer and CUDA graphs (verl,
+        docs/perf/perf_tuning.rst: 0.15 to 1)."""
+        m = self.model
+        generation = self.cfg.policy.generation
+        c = self.engine_precision
+        tensor = generation.vllm_cfg.tensor_parallel_size
+        vocab = -(-self.vocab // 64) * 64 * m.hidden_size
+        blocks = count(self.shapes, ".layers.")
+        sequences = self.cfg.grpo.max_num_seqs(self.num_engines)
+        weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
+        return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
+
+    @property
+    def kv_cache(self) -> float:
+        """What the engine leaves of its share of the GPU (vLLM's determine_available_memory); below 0: nothing."""
+        share = self.cfg.policy.generation.vllm_cfg.gpu_memory_utilization
+        return share * (self.gpu_bytes or 0) - sum(self.engine.values())
+
+    def generate(self) -> list[Row]:
+        """The engine is awake, and the trainer may score beside it: the canary, or the reward model's conversations. In
+        a split job no trainer is on this GPU."""
+        num_generators = self.cfg.policy.generation.num_generators
+        items = dict(self.engine)
+        items["KV cache"] = max(0, self.kv_cache)
+        if not num_generators:
+            items.update(self.states())
+            if self.trains:
+                items["canary's forward"] = self.gather
+        if self.reward:  # its root is gathered whole, with the buffer of that
+            shapes = dict(replace(self.reward, tie_word_embeddings=True).tensor_shapes())
+            numbers = count(shapes) / (num_generators or self.num_gpus) + 2 * count(shapes, "embed_tokens")
+            items["reward model"] = NUMBER[self.cfg.env.reward_model.precision] * numbers
+        return _rows("generate", "", items)
+
+    @property
+    def woken(self) -> float:
+        """Of the engine on this GPU, what wakes for a sync; a split job's engine is elsewhere."""
+        return 0 if self.cfg.policy.generation.num_generators else self.engine["engine's weights"] + RUNTIME
+
+    def sync(self) -> list[Row]:
+        """Of embedding or head: shards in the engine's precision, gathered, and where other tensors come with it
+        copied out of that (base.hf.weights.full_tensors). vLLM fills a copy as soon as it has a whole layer. Of a
+        vocabulary that it pads it never has, and what is sent of it waits for the end."""
+        waits = self.vocab % 64 > 0
+        several = self.num_shards > 1
+        copies = 2.0
+        if several and "weights" not in self.offloaded and not (self.model.tie_word_embeddings and waits):
+            copies += 1 / self.num_shards
+        if not self.model.tie_word_embeddings and (several or waits):
+            copies += 1
+        gathered = copies * self.engine_precision * max(self.block, self.head)
+        items = {"engine's weights and graphs": self.woken, "gathered to send": gathered}
+        return _rows("sync", "", self.states(), items)
+
+    def host(self) -> Items:
+        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
+        moments and reference are not pinned, and take less."""
+        whole = self.pinned(self.trained, 4)
+        first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
+        pinned = {"weights": whole, "gradients": whole}
+        if self.lora:
+            pinned["weights"] += self.pinned(self.shapes, self.precision)
+        pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
+        items = {name: pinned[name] for name in self.offloaded}
+        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
+            precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
+            shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
+            items["reference"] = self.pinned(shapes, precision)
+        return items
+
+    @cached_property
+    def table(self) -> list[Row]:
+        """What holds memory at every moment of every phase."""
+        rows = [*self.generate(), *self.sync()]
+        if self.trains:
+            keeps = self.keeps_gathered
+            rows = [*self.train(keeps), *self.score(keeps), *rows]
+        always = {"CUDA and NCCL": CONTEXT}
+        if self.others:
+            always["other processes"] = self.others
+        moments = dict.fromkeys((row.phase, row.moment) for row in rows)
+        for phase, moment in moments:
+            rows += _rows(phase, moment, always)
+        return rows
+
+    @cached_property
+    def phases(self) -> dict[str, tuple[str, Items]]:
+        """Phase -> its largest moment, and what holds memory then."""
+        phases: dict[str, tuple[str, Items]] = {}
+        for (phase, moment), items in _moments(self.table).items():
+            if phase not in phases or sum(items.values()) > sum(phases[phase][1].values()):
+                phases[phase] = moment, items
+        return phases
+
+    def size(self, phase: str) -> float:
+        return sum(self.phases[phase][1].values())
+
+    def lacking(self, most: float | None = None, *phases: str) -> float:
+        """Bytes that these phases, or all, take beyond `most`, or the GPU's; or that the KV cache lacks for the longest
+        sequence. <= 0 if it fits, or nobody knows."""
+        needed = max(map(self.size, phases or self.phases)) - (most or self.gpu_bytes or math.inf)
+        sequence = self.kv_bytes * self.cfg.policy.max_total_sequence_length
+        return max(needed, sequence - self.kv_cache if self.gpu_bytes else 0)
+
+
+def _moments(rows: list[Row]) -> dict[tuple[str, str], Items]:
+    """(phase, moment) -> what holds memory then."""
+    moments: dict[tuple[str, str], Items] = {}
+    for row in rows:
+        moments.setdefault((row.phase, row.moment), {})[row.item] = row.size
+    return moments
+
+
+def _rows(phase: str, moment: str, *parts: Items) -> list[Row]:
+    return [Row(phase, moment, item, size) for part in parts for item, size in part.items()]

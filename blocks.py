@@ -1,0 +1,198 @@
+"""transformers' own decoder blocks over packed tokens: the body of `model.Decoder` for all families but three.
+
+The only file that imports transformers; the native families and `--check` do without. What changes in transformers'
+code, and nothing else does:
+
+    attention    `attention.packed_attention`, with the scale of the layer and the window that its mask asks for
+    precision    as in `model.Block`: the residual stream in float32, each norm in float32 and rounded once, matmuls in
+                 the dtype of their weights
+    recompute    each layer's forward, inside of the module that FSDP wraps
+
+docs/families.md tells what was tried, and how a family is added.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+
+from attention import PackLayout, packed_attention
+from base.hf.model_config import ModelConfig
+from loss import Metrics
+
+PACKED = "packed"  # our attention's name in transformers
+
+
+def window_of_mask(*, local_size: int | None = None, use_vmap: bool = False, **_) -> tuple[int | None]:
+    """In place of a mask: the window of the layers that transformers asks it for, in keys; None is all."""
+    assert not use_vmap, "a mask other than causal, or causal with a window"
+    return (local_size,)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: tuple[int | None],
+    *,
+    layout: PackLayout,
+    scaling: float | None = None,
+    **_,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [1, N, T, H], [1, K, T, H] twice -> [1, T, N * H]."""
+    # Rows one after another: a view keeps the whole output of a fused layer; with other strides the result is copied.
+    value_TKH = value[0].transpose(0, 1).contiguous()
+    query_TNH = query[0].transpose(0, 1).to(value_TKH.dtype).contiguous()  # the rotation has made both float32
+    key_TKH = key[0].transpose(0, 1).to(value_TKH.dtype).contiguous()
+    (window,) = mask
+    attended_TD = packed_attention(query_TNH, key_TKH, value_TKH, layout, scale=scaling, window=window)
+    return attended_TD[None], None
+
+
+AttentionInterface.register(PACKED, attend)
+AttentionMaskInterface.register(PACKED, window_of_mask)
+
+
+class TransformersBody(nn.Module):
+    """Embedding, layers and final norm of a transformers model, under its names. recompute: all layers or the first N.
+
+    The model itself is no submodule: only its parts are, as parameters of `model.Decoder` have the names of the
+    checkpoint. Its `forward` is called past `__call__`, which vLLM replaces in some classes, for the whole process.
+    """
+
+    def __init__(self, config: ModelConfig, *, recompute: bool | int = False):
+        super().__init__()
+        hf_config = AutoConfig.for_model(**config.hf)
+        # Not the dtype of config.json: the parameters are the master weights.
+        causal = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED, dtype=torch.float32)
+        if config.num_experts:
+            causal.set_experts_implementation("grouped_mm")
+        base = causal.base_model.eval()  # no dropout
+        self.parts_of = [base]
+        self.num_experts = config.num_experts
+        self.counts: dict[int, Tensor] = {}  # layer -> tokens of each expert
+        for name, part in base.named_children():
+            self.add_module(name, part)
+        self.embed_tokens.register_forward_hook(_widen)
+        for module in self.modules():
+            if _is_norm(module):
+                scale = logit_scale(hf_config) if module is self.norm else 1.0
+                module.register_forward_pre_hook(_widen_input)
+                module.register_forward_hook(partial(_round_output, scale=scale))
+            if isinstance(module, nn.LayerNorm):
+                module.forward = partial(_layer_norm, module)
+        self.routers = []
+        for number, layer in enumerate(self.layers):
+            mlp = "mlp"
+            if config.has_experts(number):
+                mlp, router_name, _ = config.family.experts.router.computed.split(".")
+                router = layer.get_submodule(mlp).get_submodule(router_name)
+                router.register_forward_pre_hook(_widen_input)
+                router.register_forward_hook(partial(self._count, number))
+                self.routers.append(router)
+            for part in (layer.self_attn, layer.get_submodule(mlp)):
+                part.register_forward_pre_hook(_round_input, with_kwargs=True)
+            if recompute is True or number < recompute:
+                layer.forward = partial(_recomputed, layer.forward)
+
+    def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
+        """hidden_TD, whose product with the output layer's weight is the logits."""
+        (base,) = self.parts_of
+        # Without a mask of padding transformers looks for sequences in the positions, and waits for the device.
+        no_padding_T = torch.ones_like(token_T, dtype=torch.bool)
+        out = type(base).forward(
+            base,
+            input_ids=token_T[None],
+            attention_mask=no_padding_T[None],
+            position_ids=position_T[None],
+            layout=layout,
+            use_cache=False,
+        )
+        return out.last_hidden_state[0]
+
+    def _count(self, layer: int, router: nn.Module, args: tuple, out: tuple) -> None:
+        """Counts the tokens of each expert. No scatter: on CUDA its sums have no order."""
+        if not torch.is_grad_enabled():
+            return
+        (expert_TA,) = (part for part in out if not part.is_floating_point())  # the A experts that a token is sent to
+        number_E = torch.arange(self.num_experts, device=expert_TA.device)
+        count_E = (expert_TA.flatten()[:, None] == number_E).sum(0)
+        self.counts[layer] = self.counts.get(layer, 0) + count_E
+
+    def expert_metrics(self) -> Metrics:
+        """How evenly the routers used their experts since the last call, as means over layers: the busiest expert's
+        share of what was sent to experts (1 / E if even), and the share of experts that got no token."""
+        metrics: Metrics = {}
+        if self.counts:
+            count_LE = torch.stack(list(self.counts.values()))
+            share_LE = count_LE / count_LE.sum(1, keepdim=True)
+            num_layers = torch.tensor(len(count_LE))
+            metrics["busiest_expert_share"] = share_LE.max(1).values.sum(), num_layers
+            metrics["unused_expert_fraction"] = (count_LE == 0).float().mean(1).sum(), num_layers
+        self.counts = {}
+        return metrics
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Computes the buffers that are in no checkpoint, such as rotary frequencies, after `to_empty`. On the device
+        that computes, wherever the parameters are."""
+        (base,) = self.parts_of
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+            if module._non_persistent_buffers_set:
+                base._init_weights(module)
+
+
+def logit_scale(hf_config: PreTrainedConfig) -> float:
+    """What transformers multiplies the logits by, in Cohere, or divides them by, in Granite."""
+    return getattr(hf_config, "logit_scale", 1.0) / getattr(hf_config, "logits_scaling", 1.0)
+
+
+def _recomputed(forward, *args, **kwargs):
+    if torch.is_grad_enabled():
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and hasattr(module, "weight")
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _widen(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    return _widened(out)
+
+
+def _widen_input(module: nn.Module, args: tuple) -> tuple:
+    return (_widened(args[0]),)
+
+
+def _round_output(module: nn.Module, args: tuple, out: Tensor, *, scale: float) -> Tensor:
+    if scale != 1.0:
+        out = out * scale
+    if out.requires_grad:
+        # The rotation returns a transposed one, of which the weight's gradient would be summed in another order.
+        out.register_hook(Tensor.contiguous)
+    return out.to(module.weight.dtype)
+
+
+def _layer_norm(module: nn.LayerNorm, wide: Tensor) -> Tensor:
+    """torch takes one dtype for input, weight and bias."""
+    bias = module.bias.to(wide.dtype) if module.bias is not None else None
+    return F.layer_norm(wide, module.normalized_shape, module.weight.to(wide.dtype), bias, module.eps)
+
+
+def _round_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """For layers whose norm comes after: attention and MLP get the residual stream."""
+    dtype = min((param.dtype for param in module.parameters()), key=lambda dtype: dtype.itemsize)  # not a router's
+    if args:
+        return (args[0].to(dtype), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].to(dtype)}

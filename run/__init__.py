@@ -1,0 +1,1 @@
+"""What operates a run. It stands on the core; the entries alone import it."""

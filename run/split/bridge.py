@@ -1,0 +1,95 @@
+"""A split job: one torchrun job of two sides, of which the first ranks train and the last ones generate.
+
+Each side has a default process group of its own, so FSDP, vLLM, checkpoints and `dist.*` work there as in a job without
+sides. (One default group for both would hang: vLLM makes subgroups of it, each a collective of all its ranks.) Two
+groups join the sides: one of all ranks for objects, and one of trainer 0 and the generators for weights.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from base.system.ranks import COLLECTIVE_TIMEOUT
+
+T = TypeVar("T")
+Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
+
+
+@dataclass(slots=True)
+class Bridge:
+    """What joins the sides."""
+
+    num_trainers: int
+    objects: dist.ProcessGroup  # of all ranks of the job
+    weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
+
+    def announce(self, *, async_op: bool = False) -> dist.Work | None:
+        """Waits for trainer 0, whose request follows. async_op: the wait only begins. A collective of both sides."""
+        return dist.broadcast(torch.zeros(1), group_src=0, group=self.objects, async_op=async_op)
+
+    def broadcast(self, value: T, root: int) -> T:
+        """The value of rank `root` of the job, on all ranks. A collective of both sides."""
+        shared = [value]
+        dist.broadcast_object_list(shared, group_src=root, group=self.objects)
+        return shared[0]
+
+    def send_weights(self, tensors: Iterable[Tensor]) -> None:
+        """The trainers' part, while all generators are in `receive_weights`. Trainer 0 sends the tensors; the other
+        trainers only walk them, because gathering each is a collective of the trainers."""
+        for tensor in tensors:
+            if self.weights is not None:
+                dist.broadcast(tensor.contiguous(), group_src=0, group=self.weights)
+
+    def receive_weights(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The generators' part: (name, tensor) of what is sent, which has these shapes. To be walked to its end."""
+        for name, shape in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group_src=0, group=self.weights)
+            yield name, tensor
+
+
+def split(rank: int, size: int, backend: str, num_generators: int) -> Bridge:
+    """Starts the default process group of this rank's side, and joins the sides. RANK and WORLD_SIZE, which vLLM reads,
+    are set to this side's. A collective of the whole job, with torchrun's environment."""
+    num_trainers = size - num_generators
+    assert 0 < num_trainers < size, (size, num_generators)
+    store, _, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    generates = rank >= num_trainers
+    if generates:
+        first = num_trainers
+        side_size = num_generators
+    else:
+        first = 0
+        side_size = num_trainers
+    os.environ["RANK"] = str(rank - first)
+    os.environ["WORLD_SIZE"] = str(side_size)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"side {first}", store),
+        rank=rank - first,
+        world_size=side_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    objects = _group("objects", "gloo", store, rank, size)
+    kind = "nccl" if "nccl" in backend else "gloo"
+    weights = None
+    if rank == 0:
+        weights = _group("weights", kind, store, 0, 1 + num_generators)
+    elif generates:
+        weights = _group("weights", kind, store, 1 + rank - num_trainers, 1 + num_generators)
+    return Bridge(num_trainers, objects, weights)
+
+
+def _group(name: str, backend: str, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A group across the sides. `dist.new_group` makes groups within the default group, by this call; [] says that the
+    ranks are not those of the default group."""
+    c10d = dist.distributed_c10d
+    options = {"backend": dist.Backend(backend), "timeout": COLLECTIVE_TIMEOUT}
+    group, _ = c10d._new_process_group_helper(size, rank, [], store=store, group_name=name, **options)
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}  # else torch hides errors behind one of its own
+    return group

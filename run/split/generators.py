@@ -1,0 +1,164 @@
+"""A split job (policy.generation.colocated.enabled=false): what the trainers ask for, and what a generator does.
+
+`Generators` stands in the loop where an engine and a sampler stand in a job that is not split, so the loop is the same.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ahead import AheadSampler, Batch, InFlight, draw_ahead
+from base.hf.tokenizer import Tokenizer
+from base.inputs.mixing import Cursor, Mixture
+from base.system.exchange import move_calls, move_tokens
+from base.system.exits import Interrupted, Saved, StopRun
+from base.system.ranks import any_rank, gather
+from base.system.watchdog import Watchdog
+from config import Config
+from engine import Completion, SamplingOptions, Weights
+from records import Sample
+from rollout import Prompts, Sampler
+from run.split.bridge import Bridge, Shapes
+
+
+class Generators(AbstractContextManager):
+    """The generators, as an engine and a sampler in one. Every method is a collective of all trainers, and raises what
+    the generators raised: Interrupted, StopRun. On exit they end, unless this rank alone may have failed."""
+
+    def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
+        self.engine = self
+        self.bridge = bridge
+        self.shapes = shapes  # of the weights that a sync sends
+        self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
+        self.vocab_size = tokenizer.vocab_size
+        self.max_total_tokens = cfg.policy.max_total_sequence_length
+        self.in_flight: InFlight[None] = deque()  # the generators have the conversations
+        self.groups: dict[int, bool] = {}  # under way at the newest sync
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together
+            self._tell("end")
+
+    def _tell(self, *request: Any) -> None:
+        self.bridge.announce()
+        self.bridge.broadcast(request, root=0)
+
+    def _ask(self, *request: Any, weights: Iterable[Tensor] = ()) -> Any:
+        self._tell(*request)
+        self.bridge.send_weights(weights)
+        answer = self.bridge.broadcast(None, root=self.bridge.num_trainers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def start(self, *conversations: Any) -> None:
+        """As Sampler.start. The generators go on with the conversations while the trainers train."""
+        self._tell("start", *conversations)
+
+    def finish(self, started: None) -> list[Sample]:
+        """As Sampler.finish, of the conversations that were started first."""
+        return self._ask("finish")
+
+    def sample(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ) -> list[Sample]:
+        """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
+        return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
+
+    def draw_batch(
+        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
+    ) -> tuple[list[Sample], Cursor]:
+        """As AheadSampler.draw_batch."""
+        if cfg.grpo.async_grpo.max_age == 0:
+            return Sampler.draw_batch(self, cfg, mixture, cursor, step, num_steps, number)
+        return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """As AheadSampler.groups_under_way, at the newest sync."""
+        return self.groups
+
+    def generate(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
+    ) -> list[Completion]:
+        """As Engine.generate, by every engine: the completions of the first one, then of the next one."""
+        return self._ask("canary", prompts, seeds, options, may_stop)
+
+    def sync(self, weights: Weights, version: int) -> int:
+        """As Engine.sync. On return all generators have the weights."""
+        sent = (tensor for _, tensor in weights)
+        num_bytes, self.groups = self._ask("weight_sync", version, self.shapes, weights=sent)
+        return num_bytes
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Nothing: an engine has the memory of its GPU for itself."""
+
+    def wake(self, part: str) -> None:
+        """Nothing, likewise."""
+
+
+def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> None:
+    """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
+    answer, so the trainers end a run in one way wherever it stops."""
+    bridge = sampler.ranks.bridge
+    while (request := _next_request(sampler, watchdog))[0] != "end":
+        task, *arguments = request
+        watchdog.enter(task)
+        if task == "start":
+            conversations = sampler.start(*arguments)
+            sampler.in_flight.append(Batch(conversations, cursor_after={}))  # the trainers have the cursor
+            continue
+        try:
+            answer = _answer(task, arguments, sampler, device, watchdog)
+        except (Interrupted, StopRun) as error:
+            answer = error
+        bridge.broadcast(answer, root=bridge.num_trainers)
+
+
+def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
+    """The trainers' next request. Until it is there, the engine decodes what is under way, and looks between steps."""
+    engine = sampler.engine
+    ranks = sampler.ranks
+    request = ranks.bridge.announce(async_op=True)
+    watchdog.enter("waiting for the trainers", waits=True)
+    while (sampler.led or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
+        sampler.step()
+    request.wait()
+    return ranks.bridge.broadcast(None, root=0)
+
+
+def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> Any:
+    """What a generator does for a request. A collective of all generators."""
+    engine = sampler.engine
+    ranks = sampler.ranks
+    if task in ("generation", "validation", "finish"):
+        if any_rank(engine.should_stop()):  # no trainer has heard of it
+            raise Interrupted
+        if task == "finish":
+            batch = sampler.in_flight.popleft()
+            return with_tokens(sampler.finish(batch.started))
+        return with_tokens(sampler.sample(*arguments))
+    if task == "canary":
+        *inputs, may_stop = arguments
+        replies = gather(engine.generate(*inputs, may_stop=may_stop))
+        return [reply for of_engine in replies[:: ranks.tp_size] for reply in of_engine]
+    assert task == "weight_sync", task
+    version, shapes = arguments
+    watchdog.step = version + 1  # the step that will be sampled with these weights
+    while engine.drains and not (engine.is_idle or engine.should_stop()):
+        sampler.step()  # responses end before the sync, unless a signal asks the run to stop
+    num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
+    return num_bytes, sampler.groups_under_way()
+
+
+def with_tokens(samples: list[Sample]) -> list[Sample]:
+    """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
+    rows = [row for sample in samples for row in sample.sequences]
+    move_tokens([rows])
+    move_calls(samples)
+    for row in rows:
+        row.holder = None
+    return samples

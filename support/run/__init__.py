@@ -1,1 +1,0 @@
-"""What operates a run: set-up, checkpoints, logs, health, validation."""

@@ -1,0 +1,161 @@
+"""What is read of a row in each of its forms, and what a user hears of a row that is wrong."""
+
+from pathlib import Path
+
+import pytest
+from dataset_case import GOOD, USER, load, refused
+
+from base.hf.tokenizer import Tokenizer
+
+CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "messages", "answer"),
+    [
+        ({"input": "p", "output": "5"}, {}, [("user", "p")], "5"),
+        ({"input": "p", "output": 5.5}, {}, [("user", "p")], "5.5"),
+        ({"problem": "p", "expected_answer": "5", "problem_source": "x"}, {}, [("user", "p")], "5"),  # OpenMathInstruct
+        ({"question": "q", "answer": "She has 9 * 2 = 18.\n#### 18"}, {}, [("user", "q")], "18"),  # GSM8K
+        ({"a": {"b": "p"}, "c": {"d": {"e": 7}}}, {"input_key": "a.b", "output_key": "c.d.e"}, [("user", "p")], "7"),
+        ({"a.b": "p", "a": {"b": "no"}, "answer": "7"}, {"input_key": "a.b"}, [("user", "p")], "7"),
+        (
+            {"prompt": [USER], "reward_model": {"ground_truth": "34", "style": "rule"}},
+            {"dataset_name": "DAPOMath17K"},
+            [("user", "a")],
+            "34",
+        ),
+        ({"messages": [USER], "answer": "7", "question": "q"}, {"input_key": "question"}, [("user", "q")], "7"),
+        ({"messages": [USER], "answer": "7", "question": "unused"}, {}, [("user", "a")], "7"),
+        ({"messages": [USER, {"role": "assistant", "content": "8"}]}, {}, [("user", "a")], "8"),  # the answer is there
+        ({"messages": [USER | {"content": [{"type": "text", "text": "b"}]}], "output": "8"}, {}, [("user", "b")], "8"),
+        ({"messages": None, "input": "p", "output": "1", "tools": None}, {}, [("user", "p")], "1"),  # arrow's nulls
+        ({"input": "p"}, {"env_name": "reward_model"}, [("user", "p")], ""),  # what needs no answer asks for none
+        ({"input": "p", "answer": {"a": [1]}}, {"env_name": "m:C"}, [("user", "p")], '{"a": [1]}'),
+        ({"input": "p", "answer": "x\n#### 5"}, {"env_name": "code"}, [("user", "p")], "x\n#### 5"),  # a comment
+    ],
+)
+def test_forms_of_a_row(tokenizer, row, keys, messages, answer):
+    (found,) = load(tokenizer, [row], **keys).problems
+    assert [(message["role"], message["content"]) for message in found.messages] == messages
+    assert (found.answer, found.fields, found.dataset, found.loss_multiplier) == (answer, row, "rows", 1.0)
+    assert bytes(tokenizer.decode(found.prompt_ids), "utf-8") == "".join(text for _, text in messages).encode()
+
+
+def test_tools_of_a_row(tokenizer):
+    writes_tools = Tokenizer(tokenizer.file.parent, "{{ tools }} {{ messages[0].content }}")
+    rows = load(writes_tools, [GOOD | {"tools": [CHAT_TOOL]}, GOOD | {"tools": []}]).problems
+    assert [row.tools for row in rows] == [[CHAT_TOOL], None]
+    assert [writes_tools.decode(row.prompt_ids) for row in rows] == [f"{[CHAT_TOOL]} 1+1", "None 1+1"]
+
+
+def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer):
+    rows = [GOOD | {"task_name": name} for name in ("algebra", "code", "mine", None, "algebra")]
+    dataset = load(tokenizer, rows, env_name="math", tasks={"mine": "m:C"})
+    assert [problem.env_name for problem in dataset.problems] == ["math", "code", "m:C", "math", "math"]
+    keys = {"input_key": "input", "output_key": "output"}  # the env_name of a preset is nobody's word
+    assert "task_name 'algebra' is not an environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
+
+
+def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):
+    Path("prompt.txt").write_text(r"<{}> \boxed{{}} {x}")
+    Path("system.txt").write_text("Sys ü")
+    talk = [USER, {"role": "assistant", "content": "b"}, {"role": "user", "content": "{}c"}]
+    own = [{"role": "system", "content": "own"}, USER]
+    rows = [{"input": "1+{}", "output": "2"}, {"messages": talk, "output": "2"}, {"messages": own, "output": "2"}]
+    dataset = load(tokenizer, rows, prompt_file="prompt.txt", system_prompt_file="system.txt")
+    assert [[message["content"] for message in row.messages] for row in dataset.problems] == [
+        ["Sys ü", r"<1+{}> \boxed{} {x}"],
+        ["Sys ü", "a", "b", r"<{}c> \boxed{} {x}"],
+        ["own", r"<a> \boxed{} {x}"],
+    ]
+    for text in (b"no place", b"{} and {}", b"{{}}", b"\xff{}"):
+        Path("prompt.txt").write_bytes(text)
+        assert refused(tokenizer, [GOOD], prompt_file="prompt.txt").startswith("prompt.txt: ")
+    assert refused(tokenizer, [GOOD], system_prompt_file="absent.txt").startswith("absent.txt: cannot be read")
+    Path("prompt.txt").write_text("Think. {}<|end|>")
+    assert "'<|end|>'" in refused(tokenizer, [GOOD], prompt_file="prompt.txt")
+
+
+def test_loss_multiplier(tokenizer):
+    rows = load(tokenizer, [GOOD | {"loss_multiplier": value} for value in (0, 1.0)] + [GOOD]).problems
+    assert [row.loss_multiplier for row in rows] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (b'{"input": "1+1", "output"', "JSON"),
+        (b'{"input": "\xff", "output": "2"}', "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'["1+1"]', "object"),
+        (b'{"input": "\\ud800", "output": "2"}', "TypeError"),  # half a surrogate pair
+        (b'{"input": "1", "output": NaN}', "Out of range float"),
+        (
+            {"input": "1+1", "result": "2"},
+            "output, expected_answer, ground_truth, answer in the row, which has input, result",
+        ),
+        ({"input": "1+1", "output": None}, "output_key"),
+        ({"text": "1+1", "output": "2"}, "input_key"),
+        ({"input": 5, "output": "2"}, "TypeError"),
+        ({"input": "", "output": "2"}, "the prompt is empty"),
+        ({"messages": [], "output": "2"}, "messages"),
+        ({"messages": [{"role": "user", "content": None}], "output": "2"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"text": None}]}], "output": "2"}, "TypeError"),
+        ({"messages": ["a"], "output": "2"}, "AttributeError"),
+        (
+            {"messages": [USER, USER | {"role": "assistant"}], "output": "2"},
+            "the assistant's last message counts as the answer",
+        ),
+        ({"messages": [USER | {"role": "assistant"}]}, "no message before the assistant's"),
+        (GOOD | {"task_name": "os:system"}, "'os:system' is not an environment: use exact, math, code"),
+        (GOOD | {"loss_multiplier": 0.5}, "loss_multiplier=0.5"),
+        *(
+            (GOOD | {"output": answer, "task_name": task}, f"{answer!r} is neither text nor number")
+            for answer in ([], ["2"], [1, 2], {}, {"value": 2}, True, False)
+            for task in ("exact", "math", "math_multi_reward")
+        ),
+    ],
+)
+def test_every_error_of_a_row_names_file_and_line(tokenizer, line, named):
+    message = refused(tokenizer, [GOOD, b"", line])
+    assert message.startswith("rows.jsonl:3: ") and named in message, message
+
+
+def test_explicit_keys_are_the_only_ones(tokenizer):
+    assert "rows.jsonl:1: there is no 'result' in the row, which has input, output: set output_key" in refused(
+        tokenizer, [GOOD], output_key="result"
+    )
+    row = {"question": "1+1", "answer": "2"}
+    assert "no 'problem' in the row, which has question, answer: set input_key" in refused(
+        tokenizer, [row], input_key="problem"
+    )
+    row = {"messages": [USER], "answer": "7"}
+    assert "set input_key" in refused(tokenizer, [row], input_key="question")
+    Path("prompt.txt").write_text("{}")
+    row = {"messages": [USER | {"role": "tool"}], "answer": "1"}
+    assert "prompt_file=prompt.txt" in refused(tokenizer, [row], prompt_file="prompt.txt")
+
+
+@pytest.mark.parametrize("env_name", ["exact", "math", "code", "my.rewards:f", "my.envs:Class"])
+@pytest.mark.parametrize("keys", [{"output_key": "sol"}, {"input_key": "q"}, {"output_key": "a.b"}])
+def test_a_named_key_that_a_row_lacks_is_an_error_in_every_environment(tokenizer, env_name, keys):
+    """Else a reward function gets '' for each answer. A key that is there may be null where no answer is compared."""
+    row = GOOD | {"a": {"c": 1}}
+    (key,) = keys
+    assert f"set {key}" in refused(tokenizer, [row], env_name=env_name, **keys)
+    if env_name == "my.envs:Class":
+        (problem,) = load(tokenizer, [GOOD | {"sol": None}], env_name=env_name, output_key="sol").problems
+        assert problem.answer == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("one\n#### 5 \n", "5"),
+        ("1\n#### 2\n#### 3", "3"),
+        *((x, x) for x in ("#### 5", "x\n####5", "x\n#### ", "5\n", "")),
+    ],
+)
+def test_the_answer_of_gsm8k_follows_its_last_mark(tokenizer, answer, final):
+    assert load(tokenizer, [GOOD | {"output": answer}]).problems[0].answer == final
