@@ -7,6 +7,7 @@ other systems do.
 Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
@@ -139,6 +140,8 @@ def estimate_advantages(
         max_rl                `max_rl_advantages` (prime-rl's MaxRL)
         opo                   `opo_advantages` (Hao et al. 2025)
         gpg                   `gpg_advantages` (Chu et al. 2025)
+        pkpo                  `pkpo_advantages` (Walder and Karkhanis 2025)
+        grpo_passk            `grpo_passk_advantages` (Tang et al. 2025)
 
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
     """
@@ -158,6 +161,10 @@ def estimate_advantages(
         adv_B = opo_advantages(reward_B, group_B, num_tokens_B)
     elif estimator.name == "gpg":
         adv_B = gpg_advantages(reward_B, group_B)
+    elif estimator.name == "pkpo":
+        adv_B = pkpo_advantages(reward_B, group_B, estimator.pass_k)
+    elif estimator.name == "grpo_passk":
+        adv_B = grpo_passk_advantages(reward_B, group_B, grpo.normalize_rewards)
     else:
         raise AssertionError(f"grpo.adv_estimator.name={estimator.name}: estimate_advantages has no branch for it")
     return _clip(adv_B, grpo)
@@ -255,6 +262,53 @@ def gpg_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
     adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
     num_rewarded = int((reward_B != 0).sum())
     return adv_B * (len(reward_B) / max(num_rewarded, 1))
+
+
+def pkpo_advantages(reward_B: Tensor, group_B: Tensor, pass_k: int) -> Tensor:
+    """The gradient of pass@k, or of the best of k rewards: k times the mean, over the subsets of k samples of the group
+    with the sample, of what the sample adds to the best reward of the others.
+
+    This is n s of PKPO for a group of n (Walder and Karkhanis 2025, eq. 33, s^(loo-1)): the paper adds up the gradients
+    of a group's samples, the loss here averages them. A group of fewer than k samples is one subset. Best of nothing is
+    not defined: pass_k >= 2.
+
+    Example: pass_k 2, rewards [1, 0, 0, 0] -> [2, 0, 0, 0]; [1, 1, 0, 0] -> [4/3, 4/3, 0, 0], as in a third of the
+    pairs the other sample is right, too."""
+    assert pass_k >= 2, pass_k
+    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
+    for group in group_B.unique():
+        is_in_group_B = group_B == group
+        reward_G = reward_B[is_in_group_B].double()
+        size = len(reward_G)
+        if size == 1:
+            continue
+        k = min(pass_k, size)
+        # In so many subsets the reward with this rank, from the lowest, is the best of the others.
+        num_subsets = [math.comb(rank, k - 2) for rank in range(size)]
+        share_G = [number / math.comb(size - 1, k - 1) for number in num_subsets]
+        gain_GG = (reward_G[:, None] - reward_G.sort().values).clamp(min=0)
+        adv_B[is_in_group_B] = k * gain_GG @ torch.tensor(share_G, dtype=torch.float64, device=reward_G.device)
+    return adv_B.to(reward_B.dtype)
+
+
+def grpo_passk_advantages(reward_B: Tensor, group_B: Tensor, normalize: bool) -> Tensor:
+    """For the best sample of a group what it adds to the second best reward, for all others 0 (Tang et al. 2025, verl):
+    `pkpo_advantages` of pass@n for a group of n, divided by n. If `normalize`, it is divided by the group's standard
+    deviation, plus 1e-6.
+
+    Example: rewards [1, 0, 0, 0] -> [1, 0, 0, 0], normalized [2, 0, 0, 0]; [1, 1, 0, 0] -> 0."""
+    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
+    for group in group_B.unique():
+        is_in_group_B = group_B == group
+        reward_G = reward_B[is_in_group_B].double()
+        if len(reward_G) == 1:
+            continue
+        second, best = reward_G.sort().values[-2:]
+        gain = best - second
+        if normalize:
+            gain = gain / (reward_G.std() + 1e-6)
+        adv_B[is_in_group_B] = torch.where(reward_G == best, gain, 0.0)
+    return adv_B.to(reward_B.dtype)
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:

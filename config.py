@@ -50,15 +50,18 @@ class Section:
 
 
 class AdvEstimatorConfig(Section):
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "max_rl", "opo", "gpg", "none"] = "grpo"
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "max_rl", "opo", "gpg", "pkpo", "grpo_passk", "none"] = "grpo"
     """grpo compares the rewards of a group. gdpo does so for each of several rewards, then whitens their weighted sum
     over the batch. reinforce_plus_plus whitens the rewards over the tokens of the batch. max_rl divides by the group's
-    mean reward, opo weighs the group's mean by length, and gpg scales by the share of samples with a reward. none
-    ignores the rewards and trains only the KL: on-policy distillation, with policy.reference_model_name."""
+    mean reward, opo weighs the group's mean by length, and gpg scales by the share of samples with a reward. pkpo
+    trains the best of pass_k samples, and grpo_passk, verl's, only the best sample of a group. none ignores the rewards
+    and trains only the KL: on-policy distillation, with policy.reference_model_name."""
     minus_baseline: bool = True
     """reinforce_plus_plus first subtracts the mean reward of the group."""
     reward_weights: tuple[float, ...] | None = None
     """gdpo multiplies the rewards by these weights, in the alphabetical order of their names; null means 1 each."""
+    pass_k: int = key(4, ">= 2")
+    """pkpo raises the expected best reward of this many samples: pass@k, for rewards of 0 and 1."""
 
 
 class RewardScalingConfig(Section):
@@ -116,7 +119,8 @@ class GRPOConfig(Section):
     max_num_steps: int = key(1_000_000, ">= 1")
     """The run ends after this many steps, or after max_num_epochs."""
     normalize_rewards: bool = True
-    """grpo and gdpo divide each advantage by a standard deviation of rewards, which reward_std names."""
+    """grpo and gdpo divide each advantage by a standard deviation of rewards, which reward_std names; grpo_passk by the
+    group's."""
     use_leave_one_out_baseline: bool = True
     """grpo and gdpo subtract the mean reward of the group's other samples. If false, they subtract the group's mean."""
     reward_std: Literal["baseline", "group", "batch"] = "baseline"

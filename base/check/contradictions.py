@@ -187,7 +187,7 @@ RULES = [
         why="this loss has no second clip",
     ),
     Rule(
-        when=[equal("grpo.adv_estimator.name", "max_rl", "opo", "gpg")],
+        when=[equal("grpo.adv_estimator.name", "max_rl", "opo", "gpg", "pkpo")],
         unread=[
             "grpo.normalize_rewards",
             "grpo.use_leave_one_out_baseline",
@@ -195,6 +195,21 @@ RULES = [
             "grpo.reward_std_floor",
         ],
         why="the estimator has a baseline of its own",
+    ),
+    Rule(
+        when=[equal("grpo.adv_estimator.name", "grpo_passk")],
+        unread=["grpo.use_leave_one_out_baseline", "grpo.reward_std", "grpo.reward_std_floor"],
+        why="the baseline is the second best reward, and the deviation the group's",
+    ),
+    Rule(
+        when=[not_equal("grpo.adv_estimator.name", "pkpo")],
+        unread=["grpo.adv_estimator.pass_k"],
+        why="only pkpo compares the best of k samples",
+    ),
+    Rule(
+        when=[equal("grpo.adv_estimator.name", "pkpo")],
+        refuse=[above("grpo.adv_estimator.pass_k", "grpo.num_generations_per_prompt")],
+        why="a group is smaller than the first; lower it",
     ),
     Rule(
         when=[equal("loss_fn.force_on_policy_ratio", True)],

@@ -33,6 +33,7 @@ ESTIMATOR_OPTIONS = {  # key -> a value other than its default
     "grpo.reward_std_floor": "0.9",
     "grpo.adv_estimator.minus_baseline": "false",
     "grpo.adv_estimator.reward_weights": "[1.0, 3.0]",
+    "grpo.adv_estimator.pass_k": "2",
 }
 
 
@@ -47,7 +48,7 @@ def advantages_of(cfg):
 
 
 @pytest.mark.parametrize("key", ESTIMATOR_OPTIONS)
-@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "reinforce_plus_plus", "none"])
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "reinforce_plus_plus", "pkpo", "grpo_passk", "none"])
 def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(write, estimator, key):
     name = f"grpo.adv_estimator.name={estimator}"
     plain = load(write("grpo: {seed: 1}"), [*VALID, name])

@@ -47,6 +47,8 @@ ESTIMATORS = {
     "max_rl": {"adv_estimator": AdvEstimatorConfig(name="max_rl")},
     "opo": {"adv_estimator": AdvEstimatorConfig(name="opo")},
     "gpg": {"adv_estimator": AdvEstimatorConfig(name="gpg")},
+    "pkpo": {"adv_estimator": AdvEstimatorConfig(name="pkpo", pass_k=3)},
+    "grpo_passk": {"adv_estimator": AdvEstimatorConfig(name="grpo_passk")},
     "plus, no baseline": {"adv_estimator": AdvEstimatorConfig(name="reinforce_plus_plus", minus_baseline=False)},
 }
 STDS = [{"reward_std": std} for std in ("baseline", "group", "batch")] + [{"normalize_rewards": False}]
@@ -54,6 +56,7 @@ FORMS = [{"use_leave_one_out_baseline": loo, **std} for loo in (True, False) for
 FORMS += [{"reward_std_floor": 0.0}, {"reward_std_floor": 0.9}, *ESTIMATORS.values()]
 FORMS += [{"adv_estimator": AdvEstimatorConfig(name="gdpo", reward_weights=(2.0, 0.5))}]
 FORMS += [{"adv_estimator": AdvEstimatorConfig(name="gdpo"), "normalize_rewards": False}]
+FORMS += [{"adv_estimator": AdvEstimatorConfig(name="grpo_passk"), "normalize_rewards": False}]
 
 
 @pytest.mark.parametrize("options", FORMS, ids=range(len(FORMS)))
@@ -182,17 +185,55 @@ PRINTED = {
         [1.2, -0.4, -0.4, -0.4, -0.32, 0.8, 0, -0.48],
         [0, 0, 0, 0, 5.33333, -5.33333, 2.66667, -2.66667],
     ),
+    "grpo_passk": (  # verl 0.9.1
+        [0] * 8,
+        [2, 0, 0, 0, 0, 1.40487, 0, 0],
+        [0, 0, 0, 0, 0.54772, 0, 0, 0],
+    ),
+    "pkpo": (  # four times what the paper's listing 1 gives, its loo minus one, for k = 3
+        [1, 0, 0, 1, 0, 0, 0, 0],
+        [3, 0, 0, 0, 0, 1.7, 0.2, 0],
+        [0, 0, 0, 0, 5, 0, 2, 0],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("name", PRINTED)
 def test_numbers_of_the_systems_that_have_the_estimator(name, case):
-    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name))
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name=name, pass_k=3))
     reward_B = torch.tensor(PRINTED_REWARDS[case], dtype=torch.float64)
     group_B = torch.tensor([0] * 4 + [1] * 4)
     got = estimate_advantages(reward_B, group_B, torch.tensor(PRINTED_TOKENS), grpo, {})
     assert got.tolist() == pytest.approx(PRINTED[name][case], abs=5e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_the_best_of_k_over_all_subsets(size):
+    """pkpo for every k, and grpo_passk: to 1e-12, with ties and rewards below 0."""
+    random = np.random.default_rng(size)
+    rewards = [*random.normal(size=size), *random.integers(0, 2, size), *random.integers(-1, 3, size) / 3]
+    group_B = torch.arange(3).repeat_interleave(size)
+    estimators = [AdvEstimatorConfig(name="pkpo", pass_k=k) for k in range(2, size + 2)]
+    for estimator in [*estimators, AdvEstimatorConfig(name="grpo_passk")]:
+        grpo = GRPOConfig(adv_estimator=estimator, normalize_rewards=False)
+        got = estimate_advantages(torch.tensor(rewards), group_B, torch.ones(3 * size), grpo, {})
+        want = naive_advantages(rewards, {}, group_B.tolist(), [1] * 3 * size, grpo)
+        assert got.tolist() == pytest.approx(want, rel=0, abs=1e-12)
+
+
+def test_the_expected_gradient_of_pkpo_is_that_of_pass_k():
+    """Exact, over all groups of five replies of two kinds: right with probability p."""
+    p, k, size = 0.3, 3, 5
+    grpo = GRPOConfig(adv_estimator=AdvEstimatorConfig(name="pkpo", pass_k=k))
+    slope = 0.0
+    for group in itertools.product([0.0, 1.0], repeat=size):
+        reward_B = torch.tensor(group, dtype=torch.float64)
+        adv_B = estimate_advantages(reward_B, torch.zeros(size), torch.ones(size), grpo, {})
+        slope_of_logp_B = reward_B / p - (1 - reward_B) / (1 - p)
+        chance = math.prod(p if reward else 1 - p for reward in group)
+        slope += chance * (adv_B * slope_of_logp_B).mean().item()
+    assert slope == pytest.approx(k * (1 - p) ** (k - 1), abs=1e-12)  # of 1 - (1 - p)^k
 
 
 def test_no_valid_token_is_no_nan():
@@ -256,7 +297,8 @@ def test_what_could_not_be_graded_is_in_no_statistic(name):
     assert [adv for adv, sample in zip(adv_B, samples, strict=True) if sample.grade.outcome != "error"] == want
     assert metrics == want_metrics and len(rest) == 8
     assert adv_B[2] == adv_B[5] == 0 and adv_B[4:12] == [0.0] * 8  # prompt 1 has one sample left, 2 has none
-    assert all(adv_B[i] != 0 for i in (0, 1, 3, 12, 13, 14, 15))
+    is_moved = [adv_B[i] != 0 for i in (0, 1, 3, 12, 13, 14, 15)]
+    assert all(is_moved) or (name in ("pkpo", "grpo_passk") and any(is_moved))  # these train the best samples alone
     for sample in samples:
         sample.grade.reward = 1e3 if sample.grade.outcome == "error" else sample.grade.reward
     assert step_advantages(samples, grpo, LossConfig())[0] == adv_B

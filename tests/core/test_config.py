@@ -24,7 +24,7 @@ def test_defaults_are_nemo_rls():
     assert (cfg.loss_fn.reference_policy_kl_penalty, cfg.loss_fn.reference_policy_kl_type) == (0.01, "k3")
     assert (cfg.loss_fn.kl_input_clamp_value, cfg.loss_fn.kl_output_clamp_value) == (20, 10)
     assert (cfg.loss_fn.positive_example_nll_weight, cfg.loss_fn.truncated_importance_sampling_type) == (0, None)
-    assert dataclasses.astuple(cfg.grpo.adv_estimator) == ("grpo", True, None)
+    assert dataclasses.astuple(cfg.grpo.adv_estimator) == ("grpo", True, None, 4)
     assert cfg.grpo.advantage_clip_low is cfg.grpo.advantage_clip_high is cfg.grpo.seq_logprob_error_threshold is None
     assert dataclasses.astuple(cfg.policy.optimizer.kwargs) == (5e-6, 0.01, (0.9, 0.999), 1e-8, "float32")
     assert dataclasses.astuple(cfg.policy.scheduler) == ("constant", 50, 0.1, 0.0)

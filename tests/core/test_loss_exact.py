@@ -57,6 +57,10 @@ ALGORITHMS = {
     ],
     "MaxRL": [{"grpo.adv_estimator.name": "max_rl"}],
     "OPO; GPG": [{"grpo.adv_estimator.name": "opo"}, {"grpo.adv_estimator.name": "gpg", "disable_ppo_ratio": True}],
+    "PKPO; GRPO for pass@k": [
+        {"grpo.adv_estimator.name": "pkpo", "grpo.adv_estimator.pass_k": 3},
+        {"grpo.adv_estimator.name": "grpo_passk"},
+    ],
     "GDPO": [
         {"grpo.adv_estimator.name": "gdpo"},
         {

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import mean, stdev
 
 from config import GRPOConfig, LossConfig
@@ -254,6 +255,8 @@ def naive_advantages(
     if estimator.name == "gpg":
         num_rewarded = sum(reward != 0 for reward in rewards)
         return [value * len(rewards) / max(1, num_rewarded) for value in centered]
+    if estimator.name in ("pkpo", "grpo_passk"):
+        return [best_of_k_advantage(i, rewards, members[group], grpo) for i, group in enumerate(groups)]
     if estimator.name == "gdpo":
         weights = estimator.reward_weights or [1.0] * len(parts)
         total = [0.0] * len(rewards)
@@ -264,6 +267,26 @@ def naive_advantages(
         return [(value - mean(total)) / spread for value in total]
     assert estimator.name == "grpo", estimator.name
     return compared_with_peers(rewards, members, groups, grpo)
+
+
+def best_of_k_advantage(i: int, rewards: list[float], places: list[int], grpo: GRPOConfig) -> float:
+    """Eq. 33 of PKPO, over all subsets, times the size of the group; or its case k = n, verl's grpo_passk."""
+    size = len(places)
+    is_pkpo = grpo.adv_estimator.name == "pkpo"
+    k = min(grpo.adv_estimator.pass_k, size) if is_pkpo else size
+    if size == 1:
+        return 0.0
+    gains = []
+    for subset in combinations(places, k):
+        if i in subset:
+            best = max(rewards[j] for j in subset)
+            gains.append(best - max(rewards[j] for j in subset if j != i))
+    adv = math.fsum(gains) / math.comb(size, k)
+    if is_pkpo:
+        return adv * size
+    if grpo.normalize_rewards:
+        adv /= stdev(rewards[j] for j in places) + 1e-6
+    return adv
 
 
 def compared_with_peers(
