@@ -205,7 +205,7 @@ def set_up(job: Job) -> Run:
         restore(run)
     if not run.is_finished:  # else there is no next prompt
         ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
-    for note in notes(cfg, run.num_steps):
+    for note in notes(cfg, inputs.model_config, run.num_steps):
         ranks.print_rank0(f"NOTE: {note}")
     if ranks.rank == 0:
         num_sets = max(1, len(inputs.validation))

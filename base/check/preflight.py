@@ -28,6 +28,11 @@ ALL_RANKS_GENERATE = [
     "policy.dtensor_cfg.dp_replicate_size=1",
 ]
 SMALL_MODEL = 50  # million parameters
+# Of tinker-cookbook 0.6.1: learning rates of its RL recipes, with this alpha (theirs, too, divides by the rank), and
+# exponents of hyperparam_utils.get_lr.
+LORA_RATES = (1e-5, 4e-5)
+LORA_ALPHA = 32
+LORA_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
 
 
@@ -68,19 +73,29 @@ def _ends(text: str, size: int) -> str:
     return text if len(text) <= 2 * size else f"{text[:size]} ... {text[-size:]}"
 
 
-def notes(cfg: Config, num_steps: int) -> list[str]:
+def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     """What a user easily overlooks: a long warm-up, a low learning rate for LoRA."""
     found = []
     scheduler = cfg.policy.scheduler
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
         found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
-    kwargs = cfg.policy.optimizer.kwargs
     lora = cfg.policy.dtensor_cfg.lora_cfg
-    if lora.enabled and kwargs.lr <= type(kwargs)().lr:
-        lr = f"policy.optimizer.kwargs.lr={kwargs.lr:g}"
-        found.append(f"{lr}: LoRA of rank {lora.dim} wants about ten times the learning rate of full training")
+    least = LORA_RATES[0] * LORA_ALPHA / lora.alpha  # an update of the weights grows with both
+    if lora.enabled and cfg.policy.optimizer.kwargs.lr < least:
+        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g} with lora_cfg.alpha={lora.alpha:g}"
+        published = f"{LORA_RATES[0]:g} to {LORA_RATES[1]:g} with alpha={LORA_ALPHA:g} in tinker-cookbook's RL recipes"
+        found.append(f"{lr} is below published rates for LoRA: {published}{_lora_formula(model)}")
     return found
+
+
+def _lora_formula(model: ModelConfig) -> str:
+    """What tinker-cookbook's `get_lr` says for the model, of the two kinds for which it has an exponent."""
+    for kind, exponent in LORA_EXPONENTS.items():
+        if model.hf["model_type"].startswith(kind):
+            rate = 5e-4 * (2000 / model.hidden_size) ** exponent
+            return f"; its formula for supervised training has {rate:.1e} for this model"
+    return ""
 
 
 def turn_notes(cfg: Config, inputs: RunInputs) -> list[str]:
@@ -138,7 +153,7 @@ def check(
     lines += data_lines(cfg, inputs, inputs.train.start())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     lines.append(_steps_line(cfg, inputs, num_steps))
-    lines += [f"note       {note}" for note in (*notes(cfg, num_steps), *turn_notes(cfg, inputs))]
+    lines += [f"note       {note}" for note in (*notes(cfg, inputs.model_config, num_steps), *turn_notes(cfg, inputs))]
     absent = missing_weights(inputs.model_folder) if to_plan else []
     if absent:
         files = absent[0] if len(absent) == 1 else f"{absent[0]} and {len(absent) - 1} more files"

@@ -189,7 +189,7 @@ def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeyp
 def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     def told(warmup_steps, num_steps, **keys):
         scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
-        return preflight.notes(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), num_steps)
+        return preflight.notes(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), MODEL, num_steps)
 
     (note,) = told(50, 60)
     assert "policy.scheduler.warmup_steps=50" in note and "60 steps" in note
@@ -199,6 +199,24 @@ def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     assert not told(50, 60, warmup_start_factor=1.0)  # the rate is the whole one from the first step
     for num_steps in range(1, 100):  # who does as told does not hear of it again, once a third is left
         assert told(num_steps // 3 + 1, num_steps) and not told(num_steps // 3, num_steps)
+
+
+def test_a_learning_rate_below_published_ones_for_lora_is_told():
+    """The rates of tinker-cookbook 0.6.1; its get_lr gives 4.7e-4 for Qwen3-8B and 2.9e-4 for Llama-3.1-8B."""
+
+    def told(lr, model=MODEL, **lora):
+        kwargs = config.OptimizerKwargs(lr=lr)
+        tensors = config.DTensorConfig(lora_cfg=config.LoRAConfig(**{"enabled": True} | lora))
+        policy = config.PolicyConfig(optimizer=config.OptimizerConfig(kwargs=kwargs), dtensor_cfg=tensors)
+        return preflight.notes(config.Config(policy=policy), model, 1000)
+
+    for kind, rate in (("qwen3", "4.7e-04"), ("llama", "2.9e-04")):
+        (note,) = told(5e-6, replace(MODEL, hidden_size=4096, hf=MODEL.hf | {"model_type": kind}))
+        assert "policy.optimizer.kwargs.lr=5e-06" in note and rate in note and "1e-05 to 4e-05" in note
+    (note,) = told(9e-6, replace(MODEL, hf=MODEL.hf | {"model_type": "gemma3_text"}))
+    assert "formula" not in note
+    assert told(1e-5, alpha=16.0) and not told(1e-5, alpha=64.0) and not told(1e-5) and not told(6e-6, alpha=64.0)
+    assert not told(1e-7, enabled=False)
 
 
 def test_all_goes_with_check(monkeypatch):
