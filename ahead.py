@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from base.inputs.mixing import Cursor, Mixture
 from config import Config
-from engine import STEPS_BETWEEN_STOPS, SamplingOptions
 from metrics import Numbers
-from records import Sample
+from records import STEPS_BETWEEN_STOPS, Sample, SamplingOptions
 from rollout import Conversation, Prompts, Sampler, State
 
 Started = TypeVar("Started")  # what `start` returns
@@ -100,7 +99,7 @@ class AheadSampler(Sampler):
         if not self.in_flight or self.ranks.dp_size == 1:
             return
         others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while self.engine.versions_by_request or self.led:
+        while not self.engine.is_idle or self.led:
             others_work = self.ranks.any_rank_of_engine(not others.is_completed())
             if not others_work:
                 return

@@ -14,7 +14,6 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,11 +25,10 @@ import torch.distributed as dist
 from base.hf.families import fields_for_vllm
 from base.hf.model_config import ModelConfig
 from base.hf.tokenizer import Tokenizer
-from base.hf.weights import full_tensors
 from base.system.exits import Interrupted, StopRun
-from config import Config, GenerationConfig
+from config import Config
 from kernels.matmul import bfloat16_factors
-from model import Decoder
+from records import STEPS_BETWEEN_STOPS, Completion, SamplingOptions, Weights
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -54,48 +52,9 @@ import vllm
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-STEPS_BETWEEN_STOPS = 16  # decode steps between two checks for a stop; with tensor parallelism each is a collective
-Weights = Iterable[tuple[str, torch.Tensor]]  # HF name, whole tensor
 
-
-@dataclass(frozen=True, slots=True)
-class SamplingOptions:
-    """How to sample. temperature 0 is greedy. Tokens are drawn from the top_k likeliest (None or 0: all), and of these
-    from the likeliest that hold top_p of the probability."""
-
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    top_k: int | None = None
-    stop_strings: tuple[str, ...] = ()  # besides the config's
-    stop_token_ids: tuple[int, ...] = ()  # besides the end tokens
-    top_logprobs: int = 0  # of how many tokens, at each position, the completion has the log-probability
-
-    @classmethod
-    def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
-        """The options of training."""
-        return cls(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
-    temperature and filter), why it ended, "stop" (an end token or stop string) or "length", and the weight version that
-    each id was drawn from. likeliest: of each position the likeliest ids, as many as were asked for, with their
-    log-probabilities.
-
-    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
-    """
-
-    ids: np.ndarray
-    logps: np.ndarray
-    finish_reason: str
-    versions: np.ndarray
-    likeliest: Sequence[dict[int, float]] = ()
-
-
-class Engine:
-    """An in-process vLLM, awake or (CUDA only) asleep, holding the weights of `weight_version`.
+class VLLMEngine:
+    """`records.Engine` by an in-process vLLM, awake or (CUDA only) asleep.
 
     should_stop: whether to abort generation; all ranks of an engine must get the same answer (any_rank_of_engine).
     """
@@ -431,12 +390,3 @@ def _runner_of(worker) -> str:
     """The module of the worker's model runner: vllm.v1.worker.gpu_model_runner of V1, vllm.v1.worker.gpu.model_runner
     of V2."""
     return type(worker.model_runner).__module__
-
-
-def sync_weights(model: Decoder, engine: Engine, version: int) -> int:
-    """Trainer -> sampler; a collective of all ranks. Returns the bytes sent to this engine. The KV cache gets its
-    memory back last, because streaming the weights needs it (vllm-project/vllm#15254)."""
-    engine.wake("weights")
-    num_bytes = engine.sync(full_tensors(model, engine.dtype), version)
-    engine.wake("kv_cache")
-    return num_bytes

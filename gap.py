@@ -22,7 +22,6 @@ than grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,13 +31,12 @@ from torch import Tensor
 from attention import PackLayout
 from base.system.exits import StopRun
 from config import Config, GRPOConfig
-from engine import Completion, SamplingOptions
 from head import HeadOptions, PolicyLoss, response_logps
 from loss import Metrics, Sequences, extremes, policy_loss
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
-from records import Sample
+from records import Engine, Sample, SamplingOptions
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
@@ -226,24 +224,8 @@ def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | No
     )
 
 
-class CanaryEngine(Protocol):
-    """What the canary needs of `engine.Engine`; a split job's trainers ask all engines."""
-
-    max_total_tokens: int
-    vocab_size: int
-
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], options: SamplingOptions, *, may_stop: bool
-    ) -> list[Completion]: ...
-
-
 def check_canary(
-    model: Decoder,
-    head_options: HeadOptions,
-    engine: CanaryEngine,
-    limit: float | None,
-    device: torch.device,
-    when: str,
+    model: Decoder, head_options: HeadOptions, engine: Engine, limit: float | None, device: torch.device, when: str
 ) -> float:
     """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
     engine. A collective; a forward without gradients for each of these engines. Raises StopRun above `limit`

@@ -42,10 +42,10 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
+from base.hf.weights import sync_weights
 from base.system.exits import Interrupted, StopRun, exit_process
 from base.system.optimizer import Optimizer
 from config import Config
-from engine import sync_weights
 from gap import (
     Gap,
     check_canary,

@@ -1,17 +1,26 @@
-"""The records that travel through a step: Problem -> Sample with its Grade. Imports neither torch nor vllm.
+"""The records that travel through a step: Problem -> Completion -> Sample with its Grade; and `Engine`, what the house
+calls of a sampler. Imports neither torch nor vllm.
 
 Does not own: reading rows and their order (base/inputs/), tokens of messages (base/hf/tokenizer.py), grading
 (envs.py), generation (rollout.py), packs (pack.py).
 """
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from config import GenerationConfig
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS_BETWEEN_STOPS = 16  # decode steps between two checks for a stop; with tensor parallelism each is a collective
+Weights = Iterable[tuple[str, "torch.Tensor"]]  # HF name, whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +72,113 @@ class Grade:
         return self.outcome != "error"
 
 
-class Reply(Protocol):
-    """What a sample takes of an `engine.Completion`."""
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How to sample. temperature 0 is greedy. Tokens are drawn from the top_k likeliest (None or 0: all), and of these
+    from the likeliest that hold top_p of the probability."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_strings: tuple[str, ...] = ()  # besides the config's
+    stop_token_ids: tuple[int, ...] = ()  # besides the end tokens
+    top_logprobs: int = 0  # of how many tokens, at each position, the completion has the log-probability
+
+    @classmethod
+    def of(cls, cfg: GenerationConfig) -> "SamplingOptions":
+        """The options of training."""
+        return cls(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
+    temperature and filter), why it ended, "stop" (an end token or stop string) or "length", and the weight version that
+    each id was drawn from. likeliest: of each position the likeliest ids, as many as were asked for, with their
+    log-probabilities.
+
+    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
+    """
 
     ids: np.ndarray
     logps: np.ndarray
+    finish_reason: str
     versions: np.ndarray
+    likeliest: Sequence[dict[int, float]] = ()
+
+
+class Engine(Protocol):
+    """What the house calls of a sampler: engine.py's vLLM, the tests' stand-in, or another that you write. run/start.py
+    builds it. All ranks of an engine make the same calls, and get the same answers.
+
+    unclaimed: the completions that have ended and are not taken yet, by request id. weight_version: the training step
+    that left its weights; -1 before the first sync, and while it sleeps without them. stop_token_ids: that end a
+    reply. max_total_tokens: of a prompt and its reply. seconds_asleep: in all; a deadline that runs meanwhile does not
+    count them. drains: whether requests end before new weights arrive. runner: what the log calls it.
+    """
+
+    unclaimed: dict[str, Completion]
+    weight_version: int
+    vocab_size: int
+    stop_token_ids: Sequence[int]
+    max_total_tokens: int
+    dtype: "torch.dtype"
+    seconds_asleep: float
+    drains: bool
+    runner: str
+    should_stop: Callable[[], bool]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
+    ) -> list[Completion]:
+        """A completion of each prompt, before all that is running. In float32 on a CPU it depends on (weights, prompt,
+        seed, options) only. With `may_stop`, raises Interrupted when should_stop says so."""
+        ...
+
+    def start(
+        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
+    ) -> list[str]:
+        """Queues a request for each prompt, and returns their ids. The lowest priority number comes first."""
+        ...
+
+    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
+        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that then end.
+        Raises Interrupted as `generate` does, and StopRun where a request was lost."""
+        ...
+
+    def step(self) -> list[str]:
+        """Decodes a token of each running request. Returns the ids of the requests that end."""
+        ...
+
+    def ids_so_far(self) -> dict[str, list[int]]:
+        """What each unfinished request has sampled."""
+        ...
+
+    def preempt(self) -> None:
+        """Sends running requests back to the queue: what starts next with a lower priority number does not wait."""
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ends these requests, or all that are unfinished, without a completion."""
+        ...
+
+    def sync(self, weights: Weights, version: int) -> int:
+        """Takes the weights, in place; what starts from now on is drawn from them. Returns the bytes received."""
+        ...
+
+    def sleep(self, *, keep_weights: bool = False) -> None:
+        """Frees GPU memory for the trainer. The weights are dropped, or with keep_weights move to host memory."""
+        ...
+
+    def wake(self, part: str) -> None:
+        """Takes memory back for `part`: "weights"; then, after a sync if they were dropped, "kv_cache"."""
+        ...
 
 
 @dataclass(slots=True)
@@ -150,7 +260,7 @@ class Sample:
         self.mask = np.concatenate([self.mask, np.full(len(ids), is_trained)])
         self.count_tokens()
 
-    def add_reply(self, reply: Reply, is_trained: bool) -> None:
+    def add_reply(self, reply: Completion, is_trained: bool) -> None:
         """Appends the ids of a reply."""
         self._append(reply.ids, reply.logps, reply.versions, is_trained)
 

@@ -25,8 +25,7 @@ from base.system.exchange import share_samples
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks, any_rank, gather
 from config import Config
-from engine import Completion, Engine, SamplingOptions
-from records import Grade, Problem, Sample, groups_of, sample_seed
+from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions, groups_of, sample_seed
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number

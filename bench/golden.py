@@ -229,11 +229,11 @@ def run(words: list[str], recording: Path | None, out: Path, rank: int) -> int:
     engine, grpo = (importlib.import_module(name) for name in ("engine", "grpo"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_gradients(out, rank, recording))
-        patched = recorder(engine.Engine, out, rank, recording)
-        engine_class = engine.Engine  # of which the first patch leaves no name
+        patched = recorder(engine.VLLMEngine, out, rank, recording)
+        engine_class = engine.VLLMEngine  # of which the first patch leaves no name
         for module in list(sys.modules.values()):
-            if vars(module).get("Engine") is engine_class:
-                stack.enter_context(mock.patch.object(module, "Engine", patched))
+            if vars(module).get("VLLMEngine") is engine_class:
+                stack.enter_context(mock.patch.object(module, "VLLMEngine", patched))
         if recording:
             stack.enter_context(mock.patch.object(engine, "LLM", replayer(recording)))
         words = [words[0], *QUIET, *words[1:], f"logger.log_dir={out / 'logs'}"]

@@ -18,16 +18,16 @@ import torch
 
 import engine as engine_module
 import model
-from base.hf.weights import sharded_parameters
+from base.hf.weights import sharded_parameters, sync_weights
 from base.inputs import reader
 from base.inputs.run_inputs import read_inputs
 from base.system.exits import exit_process
 from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
-from engine import Engine, SamplingOptions, sync_weights
 from gap import check_canary
 from head import HeadOptions, response_logps
 from pack import make_minibatches
+from records import Engine, SamplingOptions
 from rollout import sample_step
 from run.start import build, build_head
 

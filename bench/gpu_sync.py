@@ -19,15 +19,16 @@ from types import SimpleNamespace
 import torch
 
 import engine as engine_module  # noqa: F401  (first: bench/train_step.py goes on without vLLM, here nothing can)
-from base.hf.weights import sharded_parameters
+from base.hf.weights import sharded_parameters, sync_weights
 from base.system.exits import exit_process
 from base.system.ranks import start_process_group
 from bench.gpu_smoke import check, failed, speed, used_gib
 from bench.head import facts
 from bench.train_step import QWEN, TINY, config_of, random_policy
-from engine import Engine, SamplingOptions, sync_weights
+from engine import VLLMEngine
 from gap import check_canary
 from head import HeadOptions
+from records import SamplingOptions
 
 
 def seconds(run) -> float:
@@ -61,7 +62,7 @@ def main() -> None:
     tokenizer = SimpleNamespace(vocab_size=vocab, eos_token_ids=[vocab - 1])
     num_params = sum(param.numel() for param in sharded_parameters(policy).values())
     line: dict = facts() | {"parameters": num_params, "used_GiB_before_engine": used_gib()}
-    engine = Engine(model_folder(hf), policy.config, tokenizer, cfg)
+    engine = VLLMEngine(model_folder(hf), policy.config, tokenizer, cfg)
     line["sleep_seconds"] = [seconds(engine.sleep)]
     line["sync_seconds"] = []
     line["used_GiB_asleep_first"] = used_gib()

@@ -85,7 +85,7 @@ def record_rank(folder: str) -> None:
             recorded[-1]["collectives"].append(event | {"begin": begin, "end": time.time()})
             return result
 
-    remaining_steps, call, advance = steps.remaining_steps, Timers.__call__, engine.Engine.advance
+    remaining_steps, call, advance = steps.remaining_steps, Timers.__call__, engine.VLLMEngine.advance
 
     def recorded_steps(run):
         dist.barrier()
@@ -105,7 +105,7 @@ def record_rank(folder: str) -> None:
         with _disable_current_modes():  # each operation of the engine would be looked at
             return advance(*args, **kwargs)
 
-    steps.remaining_steps, Timers.__call__, engine.Engine.advance = recorded_steps, recorded_phase, plain_advance
+    steps.remaining_steps, Timers.__call__, engine.VLLMEngine.advance = recorded_steps, recorded_phase, plain_advance
     sys.argv = ["grpo.py", "configs/smoke.yaml", *SETTINGS, f"logger.log_dir={folder}"]
     with Collectives():
         code = grpo.main()

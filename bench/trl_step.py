@@ -113,7 +113,7 @@ def ours(folder: Path) -> int:
 
     grpo.steps.remaining_steps = held
     gate.time(grpo, "sample_step", "generation", note)
-    gate.time(engine.Engine, "generate", "sampler")
+    gate.time(engine.VLLMEngine, "generate", "sampler")
     gate.time(grpo, "compute_loss", "forward")
     gate.time(torch.Tensor, "backward", "backward")
     gate.time(grpo, "clip_grad_norm", "clip")

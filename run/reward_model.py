@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from base.system.ranks import any_rank, fsdp_mesh, gather
 from config import Config, DataError
 from model import Decoder, load_policy
 from pack import first_fit
-from records import Sample
+from records import Engine, Sample
 
 
 class RewardDecoder(Decoder):
@@ -42,14 +41,6 @@ class RewardDecoder(Decoder):
             return hidden_SD.float() @ self.score.weight[0].float()
 
         return super().forward(token_T, position_T, layout, pos_S, score)
-
-
-class SleepingEngine(Protocol):
-    """What the reward model needs of `engine.Engine`, in whose memory it works."""
-
-    def sleep(self, *, keep_weights: bool) -> None: ...
-
-    def wake(self, part: str) -> None: ...
 
 
 class RewardModel:
@@ -71,7 +62,7 @@ class RewardModel:
             frozen=True,
         )
 
-    def grade(self, samples: Sequence[Sample], engine: SleepingEngine) -> None:
+    def grade(self, samples: Sequence[Sample], engine: Engine) -> None:
         """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps
         meanwhile, and keeps its weights."""
         kept = [sample for sample in held_here(samples) if sample.messages]

@@ -29,7 +29,7 @@ from base.system.progress import Progress
 from base.system.ranks import Ranks, expand_segments, fsdp_mesh, gather, on_rank0, seed_everything, start_process_group
 from base.system.watchdog import Watchdog
 from config import Config, ConfigError, GenerationConfig
-from engine import Engine, reply_parsers
+from engine import VLLMEngine, reply_parsers
 from gap import needs_old_logps
 from head import HeadOptions, LossPath, choose_loss_path, compiled_loss
 from kernels.backend import choose_backend
@@ -37,6 +37,7 @@ from kernels.filter import SamplingFilter
 from loss import policy_loss
 from model import Decoder, Reference, load_policy
 from optim import build_optimizer
+from records import Engine
 from rollout import Sampler
 from run import checkpoint
 from run.folder import open_run_folder
@@ -85,7 +86,7 @@ class Run(Job):
     model: Decoder
     head_options: HeadOptions
     optimizer: Optimizer
-    engine: Engine | Generators
+    engine: Engine
     sampler: Sampler | Generators
     reference: Reference | None
     state: RunState
@@ -425,7 +426,7 @@ def build_sampler(
     check_cpu_sizes(inputs.model_config, device.type)
     reward_model = RewardModel(*inputs.reward_model, cfg, device) if inputs.reward_model else None
     with Progress("start, 2 of 3: vLLM engine"):
-        engine = Engine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
+        engine = VLLMEngine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
     engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"
     ranks.print_rank0(f"engine: {engines}, {engine.runner}, vocabulary {engine.vocab_size:,}")
     endpoint = None

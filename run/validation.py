@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from base.hf.weights import sync_weights
 from base.inputs.resume import checkpoint_folder
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import write_whole
 from base.system.exchange import move_calls, move_tokens
 from base.system.progress import Progress
 from config import Config
-from engine import SamplingOptions, sync_weights
 from metrics import summarize
-from records import Sample, groups_of
+from records import Sample, SamplingOptions, groups_of
 from rollout import Sampler
 from run import checkpoint
 from run.log import RunLog, shown

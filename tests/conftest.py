@@ -184,12 +184,12 @@ def engine(one_rank, tiny):
     import config
     from base.hf.model_config import read_model_config
     from base.hf.tokenizer import Tokenizer
-    from engine import Engine
+    from engine import VLLMEngine
 
     # 256: more than a block of the prefix cache
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=256)
     grpo = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more than without it, which is the same
-    return Engine(tiny[0], read_model_config(tiny[0]), Tokenizer(tiny[0]), config.Config(policy=policy, grpo=grpo))
+    return VLLMEngine(tiny[0], read_model_config(tiny[0]), Tokenizer(tiny[0]), config.Config(policy=policy, grpo=grpo))
 
 
 @pytest.fixture

@@ -6,34 +6,12 @@ what the chat template writes after them. Knows no HTTP and no engine.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from base.agents.wire_chat import Refused, Request, digest, link_of, read_message
 from base.hf.tokenizer import Tokenizer
-from records import Sample, sample_seed
+from records import Completion, Sample, SamplingOptions, sample_seed
 
 CHARS_PER_TOKEN = 64  # no text has more of them
-
-
-class Completion(Protocol):
-    """engine.Completion."""
-
-    ids: np.ndarray
-    logps: np.ndarray
-    versions: np.ndarray
-    finish_reason: str
-    likeliest: Sequence[dict[int, float]]
-
-
-class Options(Protocol):
-    """engine.SamplingOptions."""
-
-    max_new_tokens: int
-    stop_strings: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    top_logprobs: int
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +63,7 @@ class Rollout:
     seed_key: tuple[int, ...]
     max_tokens: int
     max_calls: int
-    options: Options | None = None
+    options: SamplingOptions | None = None
     priority: int = -1
     has_asked: bool = False
     was_refused_for_room: bool = False

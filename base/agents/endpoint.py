@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from base.agents.calls import Call, Completion, Options, Rollout, fill
+from base.agents.calls import Call, Rollout, fill
 from base.agents.environment import LOOPBACK, Agent
 from base.agents.parser import Parsed
 from base.agents.server import Asked, Gone, Server
@@ -19,32 +19,12 @@ from base.hf.tokenizer import Tokenizer
 from base.system.ranks import Ranks
 from config import DataError
 from envs import StepResult
-from records import Sample
+from records import Completion, Engine, Sample, SamplingOptions
 
 IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
 LEAST_LOGP = -9999.0  # JSON has no infinity; vLLM's own server writes this number, too
 # What a request's own messages cause. StopIteration: they use all of Unicode.
 FAULTS_OF_THE_REQUEST = (DataError, RecursionError, StopIteration)
-
-
-class SamplingEngine(Protocol):
-    """Of engine.Engine, what agents need. unclaimed: what has ended, by request id."""
-
-    unclaimed: dict[str, Completion]
-    stop_token_ids: Sequence[int]
-    weight_version: int
-    max_total_tokens: int
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    def start(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int], options: Options, priority: int
-    ) -> list[str]: ...
-
-    def abort(self, request_ids: Sequence[str]) -> None: ...
-
-    def ids_so_far(self) -> dict[str, list[int]]: ...
 
 
 class Parser(Protocol):
@@ -73,9 +53,7 @@ class Endpoint:
     """Answers the agents of this rank's engine. All ranks of an engine make the same calls: its first rank has the
     server, and tells the others what was asked."""
 
-    def __init__(
-        self, engine: SamplingEngine, tokenizer: Tokenizer, ranks: Ranks, parse: Parser, agents: Sequence[Agent] = ()
-    ):
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, ranks: Ranks, parse: Parser, agents: Sequence[Agent] = ()):
         self.engine = engine
         self.tokenizer = tokenizer
         self.ranks = ranks
@@ -91,7 +69,9 @@ class Endpoint:
             if agent.max_starting is not None:
                 agent.pool.may_start = partial(self.may_start, agent.max_starting)
 
-    def open(self, seed_key: tuple[int, ...], options: Options, priority: int, max_calls: int) -> tuple[str, str]:
+    def open(
+        self, seed_key: tuple[int, ...], options: SamplingOptions, priority: int, max_calls: int
+    ) -> tuple[str, str]:
         """A new rollout: (its key, its base URL)."""
         key = self.ranks.broadcast_from_tp_leader(lambda: secrets.token_hex(16))
         self.rollouts[key] = Rollout(seed_key, self.engine.max_total_tokens, max_calls, options, priority)

@@ -24,6 +24,7 @@ from base.hf.model_config import ModelConfig, check_weights, has_experts_togethe
 from base.system.disk import replace_folder, write_whole
 from base.system.ranks import local_rows, on_rank0
 from config import ConfigError, PolicyConfig
+from records import Engine
 
 MAX_FILE_BYTES = 5 * 10**9
 LORA_A = ".lora_A"  # suffixes of the names of LoRA's parameters
@@ -136,6 +137,15 @@ def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
         block = {name: params[name] for name in names}
         for name, tensor in merged_tensors(model, block, dtype):
             yield from checkpoint_views(model, name, tensor)
+
+
+def sync_weights(model: nn.Module, engine: Engine, version: int) -> int:
+    """Trainer -> sampler; a collective of all ranks. Returns the bytes sent to this engine. The KV cache gets its
+    memory back last, because streaming the weights needs it (vllm-project/vllm#15254)."""
+    engine.wake("weights")
+    num_bytes = engine.sync(full_tensors(model, engine.dtype), version)
+    engine.wake("kv_cache")
+    return num_bytes
 
 
 def _block_number(name: str) -> str:

@@ -19,8 +19,7 @@ from base.system.exits import Interrupted, Saved, StopRun
 from base.system.ranks import any_rank, gather
 from base.system.watchdog import Watchdog
 from config import Config
-from engine import Completion, SamplingOptions, Weights
-from records import Sample
+from records import Completion, Sample, SamplingOptions, Weights
 from rollout import Prompts, Sampler
 from run.split.bridge import Bridge, Shapes
 

@@ -28,8 +28,8 @@ from base.agents.parser import Parsed
 from base.hf.tokenizer import Tokenizer
 from base.inputs.reader import load
 from config import AgentConfig
-from engine import Completion
 from pack import pack_samples, to_device
+from records import Completion
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,8 +20,8 @@ from base.agents.wire_chat import Answer, Chat, Reply, Token, link_of, read_mess
 from base.agents.wire_responses import Responses
 from base.hf.tokenizer import Tokenizer
 from config import ChatServerConfig
-from engine import SamplingOptions, reply_parsers
-from records import Grade, Sample
+from engine import reply_parsers
+from records import Grade, Sample, SamplingOptions
 
 SYSTEM = "Be brief."
 NAME, SCHEMA = "f", {"type": "object", "properties": {"q": {"type": "integer"}}}

@@ -15,13 +15,12 @@ import envs
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from base.system.exits import Interrupted, StopRun
-from engine import SamplingOptions
 from gap import check_canary, check_versions
 from head import HeadOptions, response_logps
 from kernels.filter import SamplingFilter
 from model import load_policy
 from pack import pack_samples, to_device
-from records import Problem, groups_of
+from records import Problem, SamplingOptions, groups_of
 from rollout import Sampler, sample_seed
 
 TEMPERATURE = 0.7

@@ -20,11 +20,11 @@ import envs
 import grpo
 from base.hf.model_config import read_model_config
 from base.hf.tokenizer import Tokenizer
+from base.hf.weights import sync_weights
 from base.plan.memory_plan import Plan
 from base.system.exits import Interrupted, StopRun
-from engine import SamplingOptions, sync_weights
 from model import load_policy
-from records import Problem
+from records import Problem, SamplingOptions
 from rollout import Sampler
 from run import start
 from run.reward_model import RewardModel
@@ -49,13 +49,13 @@ def cuda(monkeypatch, one_rank):
     for name in ("EngineArgs", "SamplingParams", "RequestOutputKind"):
         monkeypatch.setattr(engine_module, name, getattr(fake_vllm, name))
     monkeypatch.setattr(engine_module, "LLM", LLM)
-    construct = engine_module.Engine.__init__
+    construct = engine_module.VLLMEngine.__init__
 
     def construct_on_cuda(self, *args):
         with mock.patch.object(torch.cuda, "is_available", lambda: True):
             construct(self, *args)
 
-    monkeypatch.setattr(engine_module.Engine, "__init__", construct_on_cuda)
+    monkeypatch.setattr(engine_module.VLLMEngine, "__init__", construct_on_cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(LLM.newest, "kernels_run", False))
     return monkeypatch
 
@@ -68,7 +68,7 @@ def policy(one_rank):
 def make_engine(grpo_config=None, **policy):
     policy_config = config.PolicyConfig(**{"precision": "float32", "max_total_sequence_length": 128} | policy)
     cfg = config.Config(policy=policy_config, grpo=grpo_config or config.GRPOConfig())
-    return engine_module.Engine(STARTER, read_model_config(STARTER), Tokenizer(STARTER), cfg)
+    return engine_module.VLLMEngine(STARTER, read_model_config(STARTER), Tokenizer(STARTER), cfg)
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
 from base.system.ranks import start_process_group
 from config import ConfigError
-from engine import Engine, SamplingOptions
+from engine import VLLMEngine
 from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, to_device
-from records import Sample
+from records import Sample, SamplingOptions
 from run.start import check_cpu_sizes
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
@@ -68,7 +68,7 @@ def gaps_of(family, folder, compare, precision="float32", names=None, packs_expe
     tokenizer, mesh = Tokenizer(folder), dist.init_device_mesh("cpu", (1,))
     policy = load_policy(folder, device=device, mesh=mesh, precision=precision)
     cfg = config.Config(policy=config.PolicyConfig(precision=precision, max_total_sequence_length=64))
-    engine = Engine(folder, policy.config, tokenizer, cfg)
+    engine = VLLMEngine(folder, policy.config, tokenizer, cfg)
     if not packs_experts_anew:
         engine_module._pack_experts_anew = lambda model: None
     engine.sync(full_tensors(policy, engine.dtype), 0)

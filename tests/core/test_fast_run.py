@@ -287,7 +287,7 @@ def test_without_advantages_a_teacher_alone_trains(run, tmp_path):
 
 def make_engine(folder, max_total_tokens=64):
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_total_tokens)
-    return engine_module.Engine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))
+    return engine_module.VLLMEngine(folder, read_model_config(folder), Tokenizer(folder), config.Config(policy=policy))
 
 
 @pytest.mark.slow

@@ -16,9 +16,9 @@ from base.graders.environments import make_environment
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from config import ConfigError
-from engine import Completion, SamplingOptions
 from envs import StepResult
 from model import load_policy
+from records import Completion, SamplingOptions
 from rollout import Conversation, Sampler
 
 TEMPERATURE = 0.8

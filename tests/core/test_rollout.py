@@ -22,10 +22,9 @@ from base.inputs.scan import Dataset
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
-from engine import SamplingOptions
 from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
-from records import Grade, Problem, Sample
+from records import Grade, Problem, Sample, SamplingOptions
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]

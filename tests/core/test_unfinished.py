@@ -19,11 +19,10 @@ from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import StopRun
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
-from engine import Completion, SamplingOptions
 from gap import check_versions
 from head import HeadOptions, response_logps
 from model import load_policy
-from records import Problem
+from records import Completion, Problem, SamplingOptions
 from rollout import Sampler, sample_step
 from run.split.generators import serve
 
@@ -200,7 +199,7 @@ def test_a_split_job_that_keeps_keys_and_values_mixes_weights_in_old_requests_al
 )
 def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cache, in_flight, versions):
     """vLLM computes long prompts in pieces, and is steps ahead of what it has given: weights come amid that."""
-    engine = object.__new__(engine_module.Engine)
+    engine = object.__new__(engine_module.VLLMEngine)
     detokenizer = SimpleNamespace(num_output_tokens=lambda: 0)
     states = {"7-ab": SimpleNamespace(external_req_id="7", detokenizer=detokenizer)}
     scheduler = SimpleNamespace(requests={"7-ab": SimpleNamespace(num_output_placeholders=in_flight)})

@@ -18,9 +18,10 @@ from base.agents.parser import Parsed
 from base.hf.model_config import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
-from engine import Engine, SamplingOptions
+from engine import VLLMEngine
 from head import HeadOptions, response_logps
 from model import load_policy
+from records import SamplingOptions
 from rollout import Sampler
 
 TEMPERATURE = 0.8
@@ -51,7 +52,7 @@ def start(folder, ranks, device, mesh, max_tokens=MAX_TOKENS):
     oracle = make_tiny(folder, max_position_embeddings=max_tokens)
     tokenizer = Tokenizer(folder, TEMPLATE)
     policy = config.PolicyConfig(precision="float32", max_total_sequence_length=max_tokens)
-    llm = Engine(folder, read_model_config(folder), tokenizer, config.Config(policy=policy))
+    llm = VLLMEngine(folder, read_model_config(folder), tokenizer, config.Config(policy=policy))
     model = load_policy(folder, device=device, mesh=mesh)
     llm.sync(full_tensors(model, llm.dtype), 3)
     llm.stop_token_ids = [*llm.stop_token_ids, *range(0, 250, 10)]

@@ -51,7 +51,7 @@ class FakeEngine:
         return [*map(str, numbers)]
 
     def advance(self, requests):
-        from engine import Completion
+        from records import Completion
 
         while self.queue and len(self.running) < self.slots:
             _, number = heapq.heappop(self.queue)

@@ -37,15 +37,15 @@ class StaleLayer(Exact):
     def __init__(self):
         if "engine" not in sys.modules:  # `--check` has none
             return
-        from engine import Engine
+        from engine import VLLMEngine
 
-        sync, first = Engine.sync, {}
+        sync, first = VLLMEngine.sync, {}
 
         def stale(engine, weights, version):
             kept = ((name, first.setdefault(name, x.clone()) if ".layers.0." in name else x) for name, x in weights)
             return sync(engine, kept, version)
 
-        Engine.sync = stale
+        VLLMEngine.sync = stale
 
 
 def size_of_number(completions, **columns):

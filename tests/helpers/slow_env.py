@@ -52,9 +52,9 @@ def stop_decoding():
     """From the next sync on, a decoding step does nothing: the rollout that is graded still decodes."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from engine import Engine
+    from engine import VLLMEngine
 
-    sync = Engine.sync
+    sync = VLLMEngine.sync
 
     def decode(self):
         here()
@@ -65,7 +65,7 @@ def stop_decoding():
         LLMEngine.step = decode
         return sync(*args)
 
-    Engine.sync = sync_and_stop
+    VLLMEngine.sync = sync_and_stop
 
 
 def step_slowly():

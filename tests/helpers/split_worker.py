@@ -95,7 +95,7 @@ def put_in(fault: str) -> None:
         if len(seed_key) == 1 and step == FAULT_STEP and fault == "lost":
             self.engine.llm.llm_engine.abort_request([next(c.request_id for c in conversations if c.request_id)])
         elif len(seed_key) == 1 and step == FAULT_STEP:  # amid what is generated ahead, for which no trainer waits
-            self.engine.step = lambda: go_wrong() or engine.Engine.step(self.engine)
+            self.engine.step = lambda: go_wrong() or engine.VLLMEngine.step(self.engine)
         return conversations
 
     def converse(self, share):
@@ -154,10 +154,10 @@ def main(work: Path, names: list[str]) -> None:
     AutoModelForCausalLM.from_pretrained(STARTER)  # imports here, once, what each rank's stand-in would
     watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
     answers = {}
-    step = engine.Engine.step
+    step = engine.VLLMEngine.step
     for name in names:
         slow = 0.05 if name.startswith("async") else 0.0  # so that steps begin and end amid responses
-        engine.Engine.step = lambda self, slow=slow: time.sleep(slow) or step(self)
+        engine.VLLMEngine.step = lambda self, slow=slow: time.sleep(slow) or step(self)
         num_ranks, overrides, before, faulty, fault = JOBS[name]
         if before:
             exit_file = Path(answers[before]["run"]).parent / "exit_of_script.json"

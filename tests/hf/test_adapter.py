@@ -113,7 +113,7 @@ def test_an_adapter_in_the_place_of_a_model_says_where_it_belongs(written):
 
 @pytest.mark.slow
 def test_vllm_reads_the_merged_folder_and_samples_as_the_trainer_scores(engine, one_rank, tiny, tmp_path):
-    """Its own loader reads the files; on CPU only `Engine.sync` refreshes a tied head."""
+    """Its own loader reads the files; on CPU only `VLLMEngine.sync` refreshes a tied head."""
     from vllm.config import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 

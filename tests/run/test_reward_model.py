@@ -128,7 +128,7 @@ def test_what_the_template_refuses_has_no_score(qwen3, one_rank, tmp_path, capsy
 
 def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwen3, monkeypatch):
     """Three environments side by side, one of them the model, by which only its conversations are scored."""
-    from engine import SamplingOptions  # not at the top: spawned ranks do without vLLM
+    from records import SamplingOptions  # not at the top: spawned ranks do without vLLM
     from rollout import Sampler
 
     ranks, device, mesh = one_rank

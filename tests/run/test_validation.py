@@ -16,9 +16,8 @@ import envs
 from base.inputs.run_inputs import RunInputs
 from base.inputs.scan import Dataset
 from base.system.ranks import Ranks
-from engine import SamplingOptions
 from metrics import accuracy_interval, majority, pass_at_k, summarize
-from records import Problem
+from records import Problem, SamplingOptions
 from rollout import Sampler
 from run.start import RunState
 from run.validation import modes, validate

@@ -31,11 +31,11 @@ from base.plan.memory_plan import GIB
 from base.system.exchange import move_tokens
 from base.system.ranks import start_process_group
 from config import ConfigError
-from engine import Engine, SamplingOptions
+from engine import VLLMEngine
 from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples
-from records import Problem
+from records import Problem, SamplingOptions
 from rollout import Sampler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def facts_of_ranks(folder, work):
     generation = config.GenerationConfig(vllm_cfg=config.VllmConfig(tensor_parallel_size=2))
     policy_cfg = config.PolicyConfig(precision="float32", max_total_sequence_length=128, generation=generation)
     grpo_cfg = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))  # more, and without it the same
-    engine = Engine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
+    engine = VLLMEngine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
     greedy = [completion.ids.tolist() for completion in completions]

@@ -28,11 +28,11 @@ from base.hf.weights import save_hf
 from base.plan.memory_plan import Plan
 from base.system.exits import StopRun
 from base.system.ranks import Ranks, fsdp_mesh, gather, start_process_group
-from engine import Completion
 from gap import check_canary
 from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
+from records import Completion
 from run import checkpoint
 
 pytestmark = pytest.mark.slow
