@@ -83,6 +83,7 @@ class HeadOptions:
     vocab: the tokenizer's number of ids; later rows of the weight are padding. None: all rows are ids.
     sampling_filter: the softmax is over the logits that it keeps; None keeps all.
     backend: None is Triton on CUDA, PyTorch elsewhere.
+    softcap: the cap of the model's logits; None: it has none.
     policy_loss, loss_kernels: of `compiled_loss`.
     """
 
@@ -91,6 +92,7 @@ class HeadOptions:
     sampling_filter: SamplingFilter | None = None
     backend: KernelBackend | None = None
     path: LossPath = LossPath()
+    softcap: float | None = None
     policy_loss: PolicyLoss = policy_loss
     loss_kernels: str = "eager"
 
@@ -139,6 +141,7 @@ def head_logps(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: 
         return_entropy=True,
         backend=options.backend,
         sampling_filter=options.sampling_filter,
+        softcap=options.softcap,
     )
 
 
@@ -211,6 +214,7 @@ class _OnePass(torch.autograd.Function):
             options.temperature,
             options.backend,
             options.sampling_filter,
+            options.softcap,
         )
         # The call after the last chunk has the statistics of all rows: its derivatives are the true ones of each row.
         found = None

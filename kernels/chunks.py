@@ -43,6 +43,7 @@ class TritonChunk:
     target_C: Tensor
     vocab: int
     temperature: float
+    softcap: float | None
     dtype: torch.dtype  # of dz
     stats_KC: Tensor = field(init=False)  # of `row_stats`
 
@@ -54,7 +55,8 @@ class TritonChunk:
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         num_columns = self.logits_CV.shape[1]
         dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
-        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, self.vocab, self.temperature)
+        options = (self.vocab, self.temperature, self.softcap)
+        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, *options)
         return dlogits_CV
 
 
@@ -68,14 +70,16 @@ class TorchChunk:
     target_C: Tensor
     vocab: int
     temperature: float
+    softcap: float | None
     dtype: torch.dtype  # of dz
-    shifted_CV: Tensor = field(init=False)  # logit - m, m the largest of the row
+    max_C: Tensor = field(init=False)  # m, the largest of the row
+    shifted_CV: Tensor = field(init=False)  # logit - m
     sum_C: Tensor = field(init=False)  # of exp((logit - m) / temperature): exact, however large logits are
     entropy_C: Tensor = field(init=False)
 
     def logp_and_entropy(self) -> Tensor:
-        max_C = self.logits_CV.amax(1)
-        self.shifted_CV = self.logits_CV.sub_(max_C[:, None])
+        self.max_C = self.logits_CV.amax(1)
+        self.shifted_CV = self.logits_CV.sub_(self.max_C[:, None])
         exp_CV = self.shifted_CV.div(self.temperature).exp_()
         self.sum_C = exp_CV.sum(1)
         target_logit_C = self.shifted_CV.gather(1, self.target_C[:, None])[:, 0]
@@ -87,6 +91,9 @@ class TorchChunk:
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         z_CV = self.shifted_CV
+        if self.softcap is not None:
+            tanh_CV = (z_CV + self.max_C[:, None]).div_(self.softcap).clamp_(min=-1)  # of a cut logit -1
+            slope_CV = tanh_CV.square_().neg_().add_(1)
         if self.temperature != 1:
             z_CV = z_CV.div_(self.temperature)
         scale_C = 1 / (self.sum_C * self.temperature)
@@ -98,6 +105,8 @@ class TorchChunk:
             dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_((offset_C * scale_C)[:, None]).mul_(exp_CV)
         row_C = torch.arange(len(dz_CV), device=dz_CV.device)
         dz_CV[row_C, self.target_C] += g_C / self.temperature
+        if self.softcap is not None:
+            dz_CV.mul_(slope_CV)
         return dz_CV.to(self.dtype)
 
 
@@ -109,9 +118,10 @@ def logit_chunks(
     temperature: float = 1.0,
     backend: KernelBackend | None = None,
     sampling_filter: SamplingFilter | None = None,
+    softcap: float | None = None,
 ) -> Iterator[LogitChunk]:
-    """The logits hidden_RD @ weight_VD.T in chunks of rows, cut by sampling_filter, in one buffer for all chunks. The
-    options are those of `linear_logp`."""
+    """The logits hidden_RD @ weight_VD.T in chunks of rows, capped by softcap, cut by sampling_filter, in one buffer for
+    all chunks. The options are those of `linear_logp`."""
     num_rows, device_type = len(hidden_RD), hidden_RD.device.type
     if hidden_RD.dtype == torch.float64:
         backend = KernelBackend("torch")
@@ -134,9 +144,11 @@ def logit_chunks(
         rows = slice(start, min(start + chunk_rows, num_rows))
         logits_CV = buffer_CV[: rows.stop - start, : len(weight_VD)]
         mm_float32(hidden_RD[rows], weight_VD.T, out=logits_CV)
+        if softcap is not None:
+            logits_CV.div_(softcap).tanh_().mul_(softcap)
         if sampling_filter:
             sampling_filter.cut_(logits_CV[:, :vocab], temperature)
-        yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, hidden_RD.dtype)
+        yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, softcap, hidden_RD.dtype)
 
 
 def write_gradients(

@@ -4,6 +4,8 @@ For a row x of hidden_TD, temperature tau and target y:
     z = W x / tau        log p = z - logsumexp(z)        logp = log p_y        H = -sum_j p_j log p_j
 and with g = dL/dlogp, h = dL/dH, the gradient dz of W x (not of z) gives dX and dW:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
+With a cap c (Gemma 2, arXiv 2408.00118, section 2), c tanh(W x / c) is in the place of W x, and dz_j has the factor
+1 - tanh(W_j x / c)^2.
 
 Forward computes logits chunk by chunk and keeps a row's statistics; backward computes them again.
 In examples/naive.py this is `logp_GT = logp_GTV.gather(-1, token_GT[:, 1:, None])[..., 0]`.
@@ -68,6 +70,7 @@ def linear_logp(
     return_entropy: bool = False,
     backend: KernelBackend | None = None,
     sampling_filter: SamplingFilter | None = None,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
@@ -76,15 +79,16 @@ def linear_logp(
     target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target.
+    softcap: the largest that a logit can be; None: no cap.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
-    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two.
+    Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two, or three with a cap.
     """
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
     assert hidden_TD.shape[1] == weight_VD.shape[1], shapes
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
     inputs = (hidden_TD, weight_VD, target_T.contiguous())
-    logp_T, entropy_T = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter)
+    logp_T, entropy_T = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter, softcap)
     if return_entropy:
         return logp_T, entropy_T
     return logp_T

@@ -8,11 +8,19 @@ from torch import Tensor
 
 
 def reference_logp(
-    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, *, vocab: int | None = None, temperature: float = 1.0
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    *,
+    vocab: int | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(logp_R, entropy_R) of `linear_logp`, in the inputs' dtype."""
-    logits_RV = hidden_RD @ weight_VD[:vocab].T / temperature
-    all_logp_RV = logits_RV.log_softmax(-1)
+    logits_RV = hidden_RD @ weight_VD[:vocab].T
+    if softcap is not None:
+        logits_RV = softcap * torch.tanh(logits_RV / softcap)
+    all_logp_RV = (logits_RV / temperature).log_softmax(-1)
     logp_R = all_logp_RV.gather(1, target_R[:, None])[:, 0]
     entropy_R = -(all_logp_RV.exp() * all_logp_RV).sum(-1)
     return logp_R, entropy_R

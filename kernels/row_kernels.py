@@ -46,6 +46,7 @@ def write_dlogits(
     h_C: Tensor | None,
     vocab: int,
     temperature: float,
+    softcap: float | None,
 ) -> None:
     """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_KC: of
     `row_stats` on these logits. g_C, h_C: derivatives of the loss in logp and entropy; None: 0."""
@@ -63,7 +64,9 @@ def write_dlogits(
         vocab,
         row_stride,
         1 / temperature,
+        1.0 if softcap is None else 1 / softcap,
         ENTROPY=has_entropy,
+        CAPPED=softcap is not None,
         **launch_options(row_stride),
     )
 
@@ -105,10 +108,11 @@ def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_str
 
 @triton.jit(do_not_specialize=["num_rows"])
 def dlogits_kernel(
-    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, dlogits_ptr, target_ptr, stats_ptr, g_ptr, h_ptr, num_rows, vocab, row_stride, scale, inverse_cap,
+    ENTROPY: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program per row overwrites it with dz, in elements as wide or half as wide. stats: of `row_stats_kernel`.
+    inverse_cap: 1 / softcap, which is read if CAPPED.
 
     The program goes from left to right. Narrow elements land on this block or earlier ones, which all threads have
     read: a barrier separates loads from stores. The next block is prefetched meanwhile."""
@@ -124,11 +128,15 @@ def dlogits_kernel(
     next_logit = load_block(logits, column, vocab, row_stride)
     for _ in range(0, row_stride, BLOCK):
         log2_p = (next_logit - largest) * (scale * LOG2_E) - log2_sum
+        slope_of_cap = scale
+        if CAPPED:
+            tanh = tl.maximum(next_logit * inverse_cap, -1.0)  # of a cut logit -1
+            slope_of_cap = scale * (1 - tanh * tanh)
         next_logit = load_block(logits, column + BLOCK, vocab, row_stride)
         slope = g
         if ENTROPY:
             slope = g + h * (log2_p * LN2 + entropy)
-        dz = scale * (tl.where(column == target, g, 0.0) - tl.exp2(log2_p) * slope)
+        dz = slope_of_cap * (tl.where(column == target, g, 0.0) - tl.exp2(log2_p) * slope)
         tl.debug_barrier()
         tl.store(dlogits + column, dz.to(dlogits_ptr.dtype.element_ty), column < row_stride)
         column += BLOCK
