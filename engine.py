@@ -104,12 +104,14 @@ class VLLMEngine:
             # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
             hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
             hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
+        if model.whole is not None:
+            overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
         self.llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out
             load_format="dummy",
             generation_config="vllm",  # or it would add the folder's end tokens and sampling defaults to ours
-            hf_overrides=overrides,
+            hf_overrides=overrides if model.whole is None else partial(_text_config, model, overrides),
             dtype=dtype,
             max_model_len=self.max_total_tokens,
             tensor_parallel_size=vllm_cfg.tensor_parallel_size,
@@ -126,7 +128,8 @@ class VLLMEngine:
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
         self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
         has_head = "lm_head.weight" in self.param_names  # Cohere's always computes with the embedding
-        self.send_head_copy = has_head and model.tie_word_embeddings and not self.cuda
+        # Untied: on a CPU by the field above, and by vLLM itself where the folder has a head beside the embedding.
+        self.send_head_copy = has_head and model.tie_word_embeddings
         if has_head and not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
@@ -304,6 +307,16 @@ class VLLMEngine:
             self.llm.wake_up(tags=[part])
         if part == "kv_cache":
             self.seconds_asleep += time.monotonic() - self.asleep_since
+
+
+def _text_config(model: ModelConfig, fields: dict, config):
+    """Of transformers' config of a folder with a vision part, the text model's, with these fields. vLLM then builds the
+    text model alone, and needs no processor."""
+    text = config.get_text_config()
+    text.architectures = [model.family.architecture]
+    for name, value in fields.items():
+        setattr(text, name, value)
+    return text
 
 
 def reply_parsers() -> tuple[Callable, Callable, type]:

@@ -120,8 +120,8 @@ def logit_chunks(
     sampling_filter: SamplingFilter | None = None,
     softcap: float | None = None,
 ) -> Iterator[LogitChunk]:
-    """The logits hidden_RD @ weight_VD.T in chunks of rows, capped by softcap, cut by sampling_filter, in one buffer for
-    all chunks. The options are those of `linear_logp`."""
+    """The logits hidden_RD @ weight_VD.T in chunks of rows, capped, then cut by sampling_filter, in one buffer for all
+    chunks. The options are those of `linear_logp`."""
     num_rows, device_type = len(hidden_RD), hidden_RD.device.type
     if hidden_RD.dtype == torch.float64:
         backend = KernelBackend("torch")

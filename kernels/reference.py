@@ -34,11 +34,13 @@ def reference_gradients(
     *,
     vocab: int | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(loss, logp_R, entropy_R, dX, dW) in float64. loss_of: a scalar of (logp_R, entropy_R)."""
+    options = {"vocab": vocab, "temperature": temperature, "softcap": softcap}
     hidden_RD, weight_VD = (x.detach().double().requires_grad_() for x in (hidden_RD, weight_VD))
     with torch.enable_grad():
-        logp_R, entropy_R = reference_logp(hidden_RD, weight_VD, target_R, vocab=vocab, temperature=temperature)
+        logp_R, entropy_R = reference_logp(hidden_RD, weight_VD, target_R, **options)
         loss = loss_of(logp_R, entropy_R)
     grad_hidden_RD, grad_weight_VD = torch.autograd.grad(loss, (hidden_RD, weight_VD))
     return loss.detach(), logp_R.detach(), entropy_R.detach(), grad_hidden_RD, grad_weight_VD

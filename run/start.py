@@ -281,6 +281,7 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
         sampling_filter=sampling_filter_of(policy.generation),
         backend=choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size, pack_rows),
         path=loss_path_of(cfg),
+        softcap=inputs.model_config.softcap,
         policy_loss=loss,
         loss_kernels=loss_kernels,
     )

@@ -173,7 +173,8 @@ def _export(run: Run) -> str | None:
     if run.cfg.checkpointing.save_hf_at_end:
         try:
             with Progress("export"):
-                export(run.cfg, run.model, run.folder, run.inputs.tokenizer, run.state.base_sha256)
+                inputs = run.inputs
+                export(run.cfg, run.model, run.folder, inputs.tokenizer, inputs.model_folder, run.state.base_sha256)
         except OSError as error:
             disk_problem = describe_os_error(error)
     if run.log:
@@ -181,9 +182,11 @@ def _export(run: Run) -> str | None:
     return disk_problem
 
 
-def export(cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_sha256: str | None) -> None:
+def export(
+    cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_folder: Path, base_sha256: str | None
+) -> None:
     """Writes the policy as `hf_model`, and with LoRA `hf_adapter`, into the folder. A collective; OSError on all."""
     dtype = getattr(torch, cfg.policy.precision)
-    save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype)
+    save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype, base_folder=base_folder)
     if base_sha256:
         save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))

@@ -7,9 +7,10 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from base.check import memory_fit, rules
-from base.hf.model_config import ModelConfig, missing_weights
+from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
 from base.inputs import keys, resume
 from base.inputs.mixing import Cursor
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs
@@ -126,6 +127,14 @@ def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float
 # ----------------------------------------------------------------------------------------------------------- --check
 
 
+def _what_is_trained(folder: Path, model: ModelConfig) -> str:
+    """Of a folder with a vision part."""
+    kept = "the vision part is kept as it is"
+    if not missing_weights(folder):
+        kept = f"{len(kept_tensors(folder, model))} tensors of the vision part are kept as they are"
+    return f"only the text model of {model.config_json['model_type']} is trained; {kept}"
+
+
 def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:
     """(how many ranks train.sh starts on a CPU, why). Small operations do not occupy two threads, but two ranks do;
     for a large model FSDP's gathers cost more than that saves. LOG of 2026-11-23 has the measured steps."""
@@ -150,6 +159,8 @@ def check(
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
+    if inputs.model_config.whole is not None:
+        lines.append(f"note       {_what_is_trained(inputs.model_folder, inputs.model_config)}")
     lines += data_lines(cfg, inputs, inputs.train.start())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     lines.append(_steps_line(cfg, inputs, num_steps))

@@ -120,11 +120,33 @@ class Windows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A kind of folder with a vision part. Its text model is trained; the other tensors stay as they are.
+
+    texts: model_types of its text_config; the first is meant where it has none. body, head: what the names of the text
+    model's tensors begin with, in place of `model.` and `lm_head.`. kept: what all other names begin with. defaults: of
+    fields that published text_configs leave out.
+    """
+
+    texts: tuple[str, ...]
+    body: str
+    head: str
+    kept: tuple[str, ...]
+    defaults: dict[str, int]
+
+    @property
+    def prefixes(self) -> dict[str, str]:
+        """Of a name in the text model -> in the folder."""
+        return {"model.": self.body, "lm_head.": self.head}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
     head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads. norm_tensors: how many
     float32 tensors, each as large as its input, a norm keeps for its backward; the last is for its weight's gradient.
+    caps_logits: it computes final_logit_softcapping, as vLLM does.
     """
 
     architecture: str
@@ -144,6 +166,7 @@ class Family:
     is_tied: bool = False
     windows: Windows | None = None
     experts: Experts | None = None
+    caps_logits: bool = False
 
 
 FAMILIES = {
@@ -316,6 +339,19 @@ FAMILIES = {
         ),
     ),
 }
+LLAVA = {
+    "body": "language_model.model.",
+    "head": "language_model.lm_head.",
+    "kept": ("vision_tower.", "multi_modal_projector."),
+}
+WHOLE = {
+    "gemma3": Whole(
+        texts=("gemma3_text",),
+        **LLAVA,
+        defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
+    "mistral3": Whole(texts=("mistral", "ministral3"), **LLAVA, defaults={}),
+}
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls it
 
 # model_type -> why it is refused.
@@ -335,8 +371,6 @@ REFUSED = {
     "cohere": "nobody has tried it: use a Cohere 2",
     "gemma4": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
-    "gemma3": "only text models are supported: use one with model_type='gemma3_text', such as Gemma 3 1B",
-    "mistral3": "only text models are supported: use one with model_type='mistral' or 'ministral3'",
     "deepseek_v3": "its attention has keys and values of two sizes, which no sync has been proven for: use a Glm4 MoE",
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -345,8 +379,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 ABSENT = {
     "quantization_config": "use a checkpoint that is not quantized",
     "compression_config": "use a checkpoint that is not compressed",
-    "vision_config": "only text models are supported: use a checkpoint without the vision part",
-    "final_logit_softcapping": "the output layer's kernels have no cap: use a Gemma 3",
+    "vision_config": "use one of docs/families.md, whose text can be trained, such as a Gemma 3",
     "attn_logit_softcapping": "the attention over packs has no cap: use a Gemma 3",
     "use_bidirectional_attention": "only causal attention is supported: use a model that generates text",
 }
@@ -358,7 +391,7 @@ def check_family(hf: dict, source: str) -> None:
     if kind in REFUSED:
         raise ConfigError(f"{source}: model_type={kind!r}: {REFUSED[kind]}")
     if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
+        known = ", ".join((*FAMILIES, *WHOLE))
         raise ConfigError(
             f"{source}: model_type={kind!r:.80} is not supported; supported: {known}; "
             "docs/families.md tells how to try another"
@@ -366,6 +399,9 @@ def check_family(hf: dict, source: str) -> None:
     for field, fix in ABSENT.items():
         if hf.get(field):
             raise ConfigError(f"{source}: {field}={hf[field]!r:.80} is not supported: {fix}")
+    if hf.get("final_logit_softcapping") and not FAMILIES[kind].caps_logits:
+        given = f"final_logit_softcapping={hf['final_logit_softcapping']!r:.80} with model_type={kind!r}"
+        raise ConfigError(f"{source}: {given}: transformers ignores it; remove it")
     names = hf.get("architectures") or []  # vLLM builds the first
     architecture = FAMILIES[kind].architecture
     if any(name != architecture for name in names):
@@ -385,6 +421,24 @@ def check_family(hf: dict, source: str) -> None:
                 f"{source}: rope_type={rope_type!r:.80} is not supported: its frequencies depend on the longest "
                 f"sequence of a pack; supported: {', '.join(ROPE_TYPES)}"
             )
+
+
+def text_fields(hf: dict, source: str) -> dict:
+    """The fields of the text model, as in a folder of its own. ConfigError if they name another kind of model."""
+    kind = hf["model_type"]
+    whole = WHOLE[kind]
+    text = hf.get("text_config")
+    if not isinstance(text, dict):
+        raise ConfigError(f"{source}: text_config={text!r:.80}: expected an object with model_type={kind!r}")
+    text = {"model_type": whole.texts[0], **whole.defaults, **text, "architectures": None}
+    if text["model_type"] not in whole.texts:
+        known = ", ".join(whole.texts)
+        given = f"text_config: model_type={text['model_type']!r:.80}"
+        raise ConfigError(f"{source}: {given} is not supported with model_type={kind!r}; supported: {known}")
+    for field_name in ("tie_word_embeddings", "quantization_config", "compression_config"):
+        if field_name in hf:
+            text[field_name] = hf[field_name]
+    return text
 
 
 def fields_for_vllm(hf: dict) -> dict:

@@ -15,7 +15,18 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from base.hf.families import FAMILIES, NATIVE, NUM_EXPERTS, Family, Shapes, Switch, check_family
+from base.hf.families import (
+    FAMILIES,
+    NATIVE,
+    NUM_EXPERTS,
+    WHOLE,
+    Family,
+    Shapes,
+    Switch,
+    Whole,
+    check_family,
+    text_fields,
+)
 from base.system.files import download, read_json
 from config import ConfigError, DataError, HFConfigOverrides
 
@@ -57,6 +68,7 @@ SUPPORTED_VALUES = {
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
+NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
 MAX_HEAD_DIM = 256  # of torch's varlen attention
@@ -90,24 +102,53 @@ class ModelConfig:
     head_dim: int
     tie_word_embeddings: bool
     max_position_embeddings: int | None  # tokens of a sequence; None: no limit
-    hf: dict = dataclasses.field(compare=False, repr=False)  # the whole of config.json
+    hf: dict = dataclasses.field(compare=False, repr=False)  # config.json, or its text_config
+    config_json: dict = dataclasses.field(default_factory=dict, kw_only=True, compare=False, repr=False)
+    whole: Whole | None = dataclasses.field(default=None, kw_only=True)  # of a folder with a vision part
 
     @staticmethod
     def from_hf(hf: dict, source: str = "config.json", *, force_hf: bool = False) -> "ModelConfig":
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
         force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
         or asks for what nobody computes here."""
-        if hf.get("model_type") in NATIVE and not force_hf:
-            return NativeConfig.read(hf, source)
-        return BlocksConfig.read(hf, source)
+        text, whole = hf, None
+        if hf.get("model_type") in WHOLE:
+            text, whole = text_fields(hf, source), WHOLE[hf["model_type"]]
+        is_native = text.get("model_type") in NATIVE and not force_hf
+        kind = NativeConfig if is_native else BlocksConfig
+        return dataclasses.replace(kind.read(text, source), config_json=hf, whole=whole)
 
     @property
     def family(self) -> Family:
         return FAMILIES[self.hf["model_type"]]
 
+    @property
+    def softcap(self) -> float | None:
+        """The cap of the logits; None: there is none."""
+        return self.hf.get("final_logit_softcapping")
+
+    def stored_name(self, name: str) -> str:
+        """What the folder calls this tensor of the text model."""
+        return self._renamed(name, self.whole.prefixes) if self.whole else name
+
+    def module_name(self, name: str) -> str:
+        """What transformers' model calls this tensor or layer, in memory: of a folder with a vision part, the whole
+        one."""
+        return self._renamed(name, {"model.": "model.language_model."}) if self.whole else name
+
+    def is_kept(self, stored_name: str) -> bool:
+        """Whether the folder's tensor of this name is no part of the text model, and stays as it is."""
+        return self.whole is not None and stored_name.startswith(self.whole.kept)
+
+    def _renamed(self, name: str, prefixes: dict[str, str]) -> str:
+        for prefix, new in prefixes.items():
+            if name.startswith(prefix):
+                return new + name.removeprefix(prefix)
+        return name
+
     def tensor_shapes(self, *, as_computed: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each weight, as in a model folder; a tied head is not repeated. as_computed: of experts, as
-        transformers' model has them, all of a layer in two tensors."""
+        """(name, shape) of each weight, as in the folder of a text model; a tied head is not repeated. as_computed: of
+        experts, as transformers' model has them, all of a layer in two tensors."""
         yield EMBEDDING, (self.vocab_size, self.hidden_size)
         norm: Shapes = {}
         self._add(norm, "model.norm", (self.hidden_size,), self.family.norm_bias)
@@ -443,12 +484,22 @@ def missing_weights(folder: Path) -> list[str]:
     return [file.name for file in weight_files(folder) if not file.exists()]
 
 
+def kept_tensors(folder: Path, model: ModelConfig) -> list[str]:
+    """The names of the tensors that are no part of the text model."""
+    names: list[str] = []
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            names += filter(model.is_kept, file.keys())
+    return names
+
+
 def check_weights(
     folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
 ) -> None:
-    """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name, shape), as floats, and no
-    others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of `model`, which some
-    folders have, are ignored, as vLLM does. Reads headers only."""
+    """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name in the text model, shape),
+    as floats, and no others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of
+    `model`, which some folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
+    """
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
         with open_weights(path) as file:
@@ -458,12 +509,14 @@ def check_weights(
                 if header.get_dtype() not in FLOATS:
                     stored[name] = path, header.get_dtype()
     for name, shape in expected:
+        if model is not None:
+            name = model.stored_name(name)
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
             raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
     for name, (path, _) in stored.items():
         is_ignored = name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
-        if model is not None and model.only_guesses_tokens(name):
+        if model is not None and (model.only_guesses_tokens(name) or model.is_kept(name)):
             is_ignored = True
         if not is_ignored:
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
@@ -509,5 +562,7 @@ def read_model_config(
     """The folder's config.json, with `overrides`. ConfigError if the model is not supported. force_hf: as `from_hf`."""
     hf = read_json(folder / "config.json")
     if overrides and overrides.max_position_embeddings:
-        hf["max_position_embeddings"] = overrides.max_position_embeddings
+        text = hf.get("text_config")
+        fields = text if isinstance(text, dict) else hf
+        fields["max_position_embeddings"] = overrides.max_position_embeddings
     return ModelConfig.from_hf(hf, str(folder / "config.json"), force_hf=force_hf)

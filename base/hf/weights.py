@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from base.hf.lora_layers import adapted_layers
-from base.hf.model_config import ModelConfig, check_weights, has_experts_together, open_weights, weight_files
+from base.hf.model_config import EMBEDDING, ModelConfig, check_weights, has_experts_together, open_weights, weight_files
 from base.system.disk import replace_folder, write_whole
 from base.system.ranks import local_rows, on_rank0
 from config import ConfigError, PolicyConfig
@@ -32,6 +32,7 @@ LORA_B = ".lora_B"
 ADAPTER = (LORA_A, LORA_B)
 # The files of an HF folder that `save_hf` copies from its source.
 SIDE_FILES = ("generation_config.json", "*token*", "vocab.json", "merges.txt", "chat_template.*")
+PROCESSORS = ("*processor_config.json",)  # of images, in a folder with a vision part
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -74,7 +75,8 @@ def checkpoint_views(
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fills the parameters, whole or sharded, from the folder's safetensors, cast to the parameters' dtype. ConfigError
-    if the folder holds other tensors, or a number that is not finite. LoRA's parameters stay as they are."""
+    if the folder holds other tensors, a number that is not finite, or a head that config.json calls tied and that
+    differs from the embedding: transformers and vLLM would not tie it. LoRA's parameters stay as they are."""
     params = _base_parameters(model)
     shapes = full_shapes(model)
     if model.config.num_experts and has_experts_together(Path(folder)):
@@ -87,15 +89,27 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         for stored_name, view in checkpoint_views(model, name, local_shard(param), rows.start):
             is_whole = stored_name != name and view.dim() < param.dim()  # an expert is on one rank
             targets[stored_name] = view, slice(None) if is_whole else rows
+    targets = {model.config.stored_name(name): target for name, target in targets.items()}
+    head = model.config.stored_name("lm_head.weight")
+    path_of_head = None
     for path in weight_files(Path(folder)):
         with open_weights(path, "pt") as file:
             for name in file.keys():
+                if name == head:
+                    path_of_head = path
                 if name not in targets:  # a tied head, rotary frequencies, another rank's experts
                     continue
                 target, rows = targets[name]
                 target.copy_(file.get_slice(name)[rows])
                 if not target.isfinite().all():
                     raise ConfigError(f"{path}: {name} holds NaN or infinity; fetch it again")
+    if path_of_head is not None and head not in targets:
+        target, rows = targets[model.config.stored_name(EMBEDDING)]
+        with open_weights(path_of_head, "pt") as file:
+            is_tied = torch.equal(file.get_slice(head)[rows].to(target), target)
+        if not is_tied:
+            fix = "set tie_word_embeddings in config.json to false"
+            raise ConfigError(f"{path_of_head}: {head} is not the embedding, as config.json says: {fix}")
 
 
 def _base_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -223,24 +237,36 @@ def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str,
         yield name, whole.view(param.shape)
 
 
-def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, dtype: torch.dtype) -> None:
+def save_hf(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer_folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    base_folder: str | Path | None = None,
+) -> None:
     """Writes an HF folder that transformers, vLLM and `load_policy` can load; a collective of all ranks.
 
     Weights in `dtype`: give what the policy computes in, so that the folder scores as the run did. config.json is the
-    model's own with that dtype, the tokenizer's files are those of `source_folder`. Rank 0 writes, and holds no more
-    than the tensors of one file (MAX_FILE_BYTES). `<folder>.tmp` is renamed at the end, so `folder` is always whole; a
+    model's own with that dtype, the tokenizer's files are those of `tokenizer_folder`. A vision part comes with all its
+    files from `base_folder`, as it is there. Rank 0 writes, and holds no more than the tensors of one file
+    (MAX_FILE_BYTES, or a file of base_folder). `<folder>.tmp` is renamed at the end, so `folder` is always whole; a
     folder that exists is replaced with everything in it. Raises OSError, on all ranks, where the disk refuses it.
     """
+    config = model.config
+    name_of_file = "model" if config.whole is None else "model-text"
     plan = split_state_dict_into_shards_factory(
         _base_parameters(model),
         get_storage_size=lambda param: param.numel() * dtype.itemsize,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=name_of_file + "{suffix}.safetensors",
         max_shard_size=MAX_FILE_BYTES,
     )
     params = sharded_parameters(model)
     with _new_folder(Path(folder)) as (new, is_writer):
-        on_rank0(partial(_write_side_files, new, model.config.hf, Path(source_folder), dtype))
+        on_rank0(partial(_write_side_files, new, config.config_json, Path(tokenizer_folder), dtype))
         file_of_tensor = {}
+        if config.whole is not None:
+            file_of_tensor = on_rank0(partial(_copy_vision_part, new, Path(base_folder), config))
         for file, names in plan.filename_to_tensors.items():
             content = {}
             for name in names:  # one at a time
@@ -250,22 +276,41 @@ def save_hf(model: nn.Module, folder: str | Path, source_folder: str | Path, *, 
                     if factor in params:
                         layer[factor] = params[factor]
                 for whole_name, tensor in merged_tensors(model, layer, dtype):
-                    for stored_name, view in checkpoint_views(model, whole_name, tensor):
+                    for text_name, view in checkpoint_views(model, whole_name, tensor):
+                        stored_name = config.stored_name(text_name)
                         file_of_tensor[stored_name] = file
                         if is_writer:
                             content[stored_name] = view.cpu().clone()  # safetensors refuses what shares memory
             on_rank0(partial(_save, content, new / file, {"format": "pt"}))
-        if plan.is_sharded:
+        if plan.is_sharded or config.whole is not None:
             index = {"metadata": plan.metadata, "weight_map": file_of_tensor}
             text = json.dumps(index, indent=2) + "\n"
             on_rank0(partial(write_whole, new / "model.safetensors.index.json", text))
 
 
+def _copy_vision_part(new: Path, base: Path, model: ModelConfig) -> dict[str, str]:
+    """The tensors of the vision part, a file of the base at a time, and its processors. Returns name -> file."""
+    _copy_files(base, PROCESSORS, new)
+    file_of_tensor: dict[str, str] = {}
+    for path in weight_files(base):
+        with open_weights(path, "pt") as file:
+            content = {name: file.get_tensor(name) for name in file.keys() if model.is_kept(name)}
+        if content:
+            name = f"vision-{path.name}"
+            _save(content, new / name, {"format": "pt"})
+            file_of_tensor |= dict.fromkeys(content, name)
+    return file_of_tensor
+
+
+def _copy_files(source: Path, patterns: tuple[str, ...], target: Path) -> None:
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            shutil.copyfile(path, target / path.name)
+
+
 def _write_side_files(new: Path, hf: dict, source: Path, dtype: torch.dtype) -> None:
     """config.json, and the files of the tokenizer."""
-    for pattern in SIDE_FILES:
-        for path in source.glob(pattern):
-            shutil.copyfile(path, new / path.name)
+    _copy_files(source, SIDE_FILES, new)
     hf = hf | {"dtype": str(dtype).removeprefix("torch.")}
     hf.pop("torch_dtype", None)  # what transformers 4 called it
     write_whole(new / "config.json", json.dumps(hf, indent=2) + "\n")
@@ -277,7 +322,7 @@ def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
     params = {}
     for name, param in sharded_parameters(model).items():
         if name.endswith(ADAPTER):
-            params[f"base_model.model.{name}.weight"] = param  # PEFT's name
+            params[f"base_model.model.{model.config.module_name(name)}.weight"] = param  # PEFT's name
     content = {name: tensor.cpu() for name, tensor in _whole(params, torch.float32)}
     text = json.dumps(config, indent=2) + "\n"
     with _new_folder(Path(folder)) as (new, _):
@@ -287,13 +332,13 @@ def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
 
 def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
     """The content of adapter_config.json for what the config trains. Unless all layers are adapted, target_modules has
-    full names: a last name may select other layers as well."""
+    full names: a last name may select other layers as well, such as those of a vision part."""
     cfg = policy.dtensor_cfg.lora_cfg
     base = policy.model_name
     if os.path.isdir(base):
         base = os.path.abspath(base)
-    target_modules = set(adapted_layers(model, cfg))
-    if cfg.match_all_linear:
+    target_modules = {model.module_name(name) for name in adapted_layers(model, cfg)}
+    if cfg.match_all_linear and model.whole is None:
         target_modules = {name.split(".")[-1] for name in target_modules}
     return {
         "peft_type": "LORA",

@@ -94,7 +94,7 @@ def read_inputs(
     asks_reward_model = "reward_model" in environments.made
     reward_model = read_reward_model(cfg.env.reward_model) if asks_reward_model else None
     has_teacher = to_train and cfg.policy.reference_model_name is not None
-    teacher = read_teacher(cfg, tokenizer) if has_teacher else None
+    teacher = read_teacher(cfg, tokenizer, model) if has_teacher else None
     inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher)
     return replace(inputs, asks_again=on_rank0(lambda: try_environments(inputs)))
 
@@ -135,10 +135,15 @@ def read_policy(cfg: Config, to_plan: bool) -> tuple[Path, ModelConfig, Tokenize
     check_fits(cfg, folder, model, tokenizer)
     is_without_weights = to_plan and missing_weights(folder)
     if not is_without_weights:
-        as_computed = model.num_experts > 0 and has_experts_together(folder)
-        check_weights(folder, model.tensor_shapes(as_computed=as_computed), model)
+        check_model_weights(folder, model)
     adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     return folder, model, tokenizer
+
+
+def check_model_weights(folder: Path, model: ModelConfig) -> None:
+    """ConfigError unless the folder's files hold the weights of the model."""
+    as_computed = model.num_experts > 0 and has_experts_together(folder)
+    check_weights(folder, model.tensor_shapes(as_computed=as_computed), model)
 
 
 def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
@@ -210,8 +215,8 @@ def read_reward_model(cfg: RewardModelConfig) -> tuple[Path, ModelConfig, Tokeni
     return folder, model, tokenizer
 
 
-def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
-    """The model of policy.reference_model_name. ConfigError unless its vocabulary is the policy's."""
+def read_teacher(cfg: Config, tokenizer: Tokenizer, policy: ModelConfig) -> tuple[Path, ModelConfig]:
+    """The model of policy.reference_model_name. ConfigError unless its vocabulary and its cap are the policy's."""
     key = "policy.reference_model_name"
     folder = resolve_folder(cfg.policy.reference_model_name, key)
     model = read_model_config(folder)
@@ -221,7 +226,10 @@ def read_teacher(cfg: Config, tokenizer: Tokenizer) -> tuple[Path, ModelConfig]:
         problem = f"its vocabulary is not the policy's ({len(different)} tokens differ, such as {min(different)[0]!r})"
         raise ConfigError(f"{key}={folder}: {problem}; use a model with the same tokenizer")
     check_model(folder, model, tokenizer, "policy.max_total_sequence_length", cfg.policy.max_total_sequence_length)
-    check_weights(folder, model.tensor_shapes())
+    if model.softcap != policy.softcap:
+        caps = f"final_logit_softcapping={model.softcap}, the policy's is {policy.softcap}"
+        raise ConfigError(f"{key}={folder}: {caps}: use a model with the same cap")
+    check_model_weights(folder, model)
     return folder, model
 
 

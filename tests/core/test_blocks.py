@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from attention import PackLayout
-from base.hf.families import FAMILIES, NATIVE
+from base.hf.families import FAMILIES, NATIVE, WHOLE
 from base.hf.lora_layers import adapted_layers, factor_shapes
 from base.hf.model_config import ModelConfig, check_weights, has_experts_together, read_model_config
 from base.hf.weights import checkpoint_views, full_tensors, save_hf
@@ -62,13 +62,16 @@ def folder_of(hf_model, folder, **fields):
     return folder
 
 
-@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("family", [*TABLE, *WHOLE])
 def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path):
     hf_model = make_family(family)
     # Whatever config.json says of the dtype, the master weights are float32.
     config = read_model_config(folder_of(hf_model, tmp_path, dtype="bfloat16"), force_hf=True)
     model = load_policy(tmp_path, device="cpu", model_config=config, freeze_moe_router=False)
     assert {param.dtype for param in model.parameters()} == {torch.float32}
+    state = hf_model.state_dict()
+    is_read = {name: param.equal(state[config.module_name(name)]) for name, param in model.named_parameters()}
+    assert all(is_read.values()), is_read
     tokens_S, prefix_S = segments()
     logits_S = model(*packed(tokens_S, prefix_S)).split([len(tokens) for tokens in tokens_S])
     total = expected_total = 0
@@ -83,7 +86,7 @@ def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path)
     total.backward()
     expected_total.backward()
     expected_gradients = gradients(hf_model)
-    found = gradients(model)
+    found = {config.module_name(name): gradient for name, gradient in gradients(model).items()}
     assert found.keys() == expected_gradients.keys()
     for name, gradient in found.items():
         error = (gradient - expected_gradients[name]).abs().max() / expected_gradients[name].abs().max()

@@ -71,20 +71,47 @@ OF_FAMILY = {
 }
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 28, "patch_size": 14}
+# Folders with a vision part. What `fields` of the functions below change is of the text model.
+OF_WHOLE = {
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text"},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 290,
+        "eoi_token_index": 291,
+        "image_token_index": 292,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "ministral3"},
+        "vision_config": VISION | {"head_dim": 16},
+        "image_token_index": 292,
+        "tie_word_embeddings": False,
+    },
+}
+
+
 def hf_config(family, **fields):
     """transformers' config."""
     from transformers import AutoConfig  # not at the top: spawned ranks do without its seconds
 
+    if family in OF_WHOLE:
+        whole = OF_WHOLE[family]
+        kind = whole["text_config"]["model_type"]
+        text = {**BASE, **OF_FAMILY.get(kind, {}), **fields, **whole["text_config"]}
+        return AutoConfig.for_model(family, **{**whole, "text_config": text})
     return AutoConfig.for_model(family, **{**BASE, **OF_FAMILY.get(family, {}), **fields})
 
 
 def make_family(family, seed=0, **fields):
     """transformers' float32 model, with eager attention and experts. No norm, bias or buffer has its initial value."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
     config = hf_config(family, **fields)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    auto = AutoModelForImageTextToText if family in OF_WHOLE else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     with torch.no_grad():

@@ -36,14 +36,14 @@ def rows(name, dtype=None, **constants):
 
     options = row_kernels.launch_options(VOCABULARY["row_stride"])
     kernel = getattr(row_kernels, name)
-    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32"}
+    types = {"num_rows": "i32", "vocab": "i32", "row_stride": "i32", "scale": "fp32", "inverse_cap": "fp32"}
     types |= {"target_ptr": "*i64", "dlogits_ptr": f"*{dtype}", "BLOCK": options.pop("BLOCK")} | constants
     values = {argument: types.get(argument, "*fp32") for argument in kernel.arg_names}
     return kernel, values, options
 
 
-def dlogits(dtype, entropy):
-    return rows("dlogits_kernel", dtype, ENTROPY=entropy)
+def dlogits(dtype, entropy, capped=False):
+    return rows("dlogits_kernel", dtype, ENTROPY=entropy, CAPPED=capped)
 
 
 # Tokenizers of Qwen2.5 and Qwen3, of models with 151,936 columns; a model whose own columns are odd.
@@ -57,6 +57,7 @@ ROWS = {
     "dlogits bf16": EVERYWHERE["dlogits bf16"],
     "dlogits bf16 entropy": partial(dlogits, "bf16", True),
     "dlogits fp32 entropy": partial(dlogits, "fp32", True),
+    "dlogits bf16 entropy capped": partial(dlogits, "bf16", True, True),
 }
 VARIANTS = ROWS | {"row stats": EVERYWHERE["row stats"]}
 ELSEWHERE = [(variant, target) for variant in EVERYWHERE for target in sorted(TARGETS.keys() - {"sm_90"})]

@@ -109,13 +109,13 @@ class Case:
         counts = {"num_valid_tokens": self.R + 3, "num_valid_seqs": self.R // 3 + 2, "num_positive_tokens": self.R + 1}
         return pack | counts | {"positive_R": self.seq % 2 == 0}
 
-    def oracle(self, cfg, has_old=True):
+    def oracle(self, cfg, has_old=True, **options):
         pack = self.pack(cfg, has_old)
 
         def loss_of(logp_R, entropy_R):
             return policy_loss(logp_R, entropy_R=entropy_R, **pack)[0]
 
-        return reference_gradients(loss_of, *self.inputs, temperature=self.temperature)
+        return reference_gradients(loss_of, *self.inputs, temperature=self.temperature, **options)
 
     def run(self, cfg, path, *, has_old=True, num_grad_rows=None, hidden=None, weight=None, pack=None, **changed):
         """(loss, metrics, logp, entropy) of linear_loss: the last two as policy_loss saw them last."""
@@ -170,9 +170,10 @@ BARS = [  # path, dtype, bars of `close`
 def test_value_and_gradients(path, dtype, bars):
     """No kernel knows the options of the loss: core/test_loss_exact.py has their combinations."""
     errors = []
-    for i, (cfg, has_old) in enumerate(itertools.product(COVER, (True, False))):
-        case = Case(5, 257, dtype=dtype, seed=i, temperature=(1.0, 0.7)[i // 3])
-        errors += close(case.ours(cfg, path, has_old), case.oracle(cfg, has_old), *bars)
+    for i, (cfg, has_old, softcap) in enumerate(itertools.product(COVER, (True, False), (None, 2.0))):
+        case = Case(5, 257, dtype=dtype, seed=i, temperature=(1.0, 0.7)[i // 6])
+        found = case.ours(cfg, path, has_old, softcap=softcap)
+        errors += close(found, case.oracle(cfg, has_old, softcap=softcap), *bars)
     assert torch.tensor(errors).square().mean().sqrt() <= 3e-3
 
 

@@ -61,11 +61,13 @@ def kept_ids(logits, top_p, top_k, temperature):
     return kept or ascending[-1:]
 
 
-def oracle(hidden_RD, weight_VD, target_R, temperature, top_p=1.0, top_k=None):
+def oracle(hidden_RD, weight_VD, target_R, temperature, top_p=1.0, top_k=None, softcap=None):
     """(logp_R, entropy_R) in float64, from each row's kept logits alone; autograd goes through them."""
     pairs = []
     for hidden_D, target in zip(hidden_RD, target_R.tolist(), strict=True):
         logits_V = weight_VD[:VOCAB] @ hidden_D
+        if softcap:
+            logits_V = softcap * (logits_V / softcap).tanh()
         kept = kept_ids(logits_V.tolist(), top_p, top_k, temperature)
         logp_K = (logits_V[kept] / temperature).log_softmax(0)
         logp = logp_K[kept.index(target)] if target in kept else torch.tensor(-math.inf, dtype=torch.float64)
@@ -96,6 +98,21 @@ def test_value_and_gradient_equal_the_loops(backend, ties, top_p, top_k):
     for a, b in zip(grads, torch.autograd.grad(total(*want), wide), strict=True):
         assert (a - b).norm() <= 2e-6 * b.norm().clamp(min=1)
     assert not grads[1][VOCAB:].any()
+
+
+@backends
+def test_a_filter_sees_capped_logits(backend):
+    """And of those that it cuts, no derivative of the cap remains."""
+    inputs = make_inputs(ties=False)
+    wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
+    options = {"vocab": VOCAB, "temperature": 0.7, "return_entropy": True, "backend": backend}
+    got = linear_logp(*inputs, **options, sampling_filter=SamplingFilter(0.8, 12), softcap=2.0)
+    want = oracle(*wide, inputs[2], 0.7, 0.8, 12, softcap=2.0)
+    assert (want[0] == -math.inf).any()
+    torch.testing.assert_close(torch.stack(got).double(), want, atol=2e-6, rtol=0)
+    grads = torch.autograd.grad(total(*got), inputs[:2])
+    for a, b in zip(grads, torch.autograd.grad(total(*want), wide), strict=True):
+        assert (a - b).norm() <= 2e-6 * b.norm()
 
 
 NEMO = json.loads((Path(__file__).parents[1] / "helpers/peers/sampling_filter.json").read_text())
