@@ -10,7 +10,7 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
-from base.hf.families import FAMILIES, NATIVE
+from base.hf.families import FAMILIES, NATIVE, WHOLE
 from base.hf.model_config import ModelConfig
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
@@ -121,7 +121,7 @@ def test_an_engine_in_bfloat16_has_the_logits_of_the_head_it_was_sent_in_float32
 
 # In vLLM, olmo3 is transformers' own class, which vLLM changes for the whole process.
 ALWAYS = ("olmo3", "qwen3_moe")
-OTHERS = [name for name in FAMILIES if name not in NATIVE]
+OTHERS = [name for name in FAMILIES if name not in NATIVE] + [*WHOLE]
 TABLE = [pytest.param(name, marks=pytest.mark.slow if name in ALWAYS else pytest.mark.long) for name in OTHERS]
 UNSEEN = ("k_proj.bias",)  # softmax does not see it
 

@@ -86,6 +86,7 @@ OF_WHOLE = {
     "mistral3": {
         "text_config": {"model_type": "ministral3"},
         "vision_config": VISION | {"head_dim": 16},
+        "spatial_merge_size": 1,
         "image_token_index": 292,
         "tie_word_embeddings": False,
     },
