@@ -11,8 +11,8 @@ import torch
 
 from ahead import age_metrics
 from base.agents.metrics import agent_metrics
-from base.hf.tokenizer import Tokenizer
 from base.hf.weights import adapter_config, save_adapter, save_hf
+from base.inputs.run_inputs import RunInputs
 from base.system.disk import describe_os_error
 from base.system.exchange import move_calls
 from base.system.exits import Interrupted, Saved, StopRun
@@ -173,8 +173,7 @@ def _export(run: Run) -> str | None:
     if run.cfg.checkpointing.save_hf_at_end:
         try:
             with Progress("export"):
-                inputs = run.inputs
-                export(run.cfg, run.model, run.folder, inputs.tokenizer, inputs.model_folder, run.state.base_sha256)
+                export(run.cfg, run.model, run.folder, run.inputs, run.state.base_sha256)
         except OSError as error:
             disk_problem = describe_os_error(error)
     if run.log:
@@ -182,11 +181,10 @@ def _export(run: Run) -> str | None:
     return disk_problem
 
 
-def export(
-    cfg: Config, model: Decoder, folder: Path, tokenizer: Tokenizer, base_folder: Path, base_sha256: str | None
-) -> None:
+def export(cfg: Config, model: Decoder, folder: Path, inputs: RunInputs, base_sha256: str | None) -> None:
     """Writes the policy as `hf_model`, and with LoRA `hf_adapter`, into the folder. A collective; OSError on all."""
     dtype = getattr(torch, cfg.policy.precision)
-    save_hf(model, folder / "hf_model", tokenizer.file.parent, dtype=dtype, base_folder=base_folder)
+    tokenizer_folder = inputs.tokenizer.file.parent
+    save_hf(model, folder / "hf_model", tokenizer_folder, dtype=dtype, base_folder=inputs.model_folder)
     if base_sha256:
         save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))

@@ -46,7 +46,7 @@ def work() -> str:
     saved = resume.checkpoint_folder(cfg.checkpointing, run)
     step = checkpoint.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
     out = run / "exports" / f"step_{step:06d}"
-    export(cfg, model, out, tokenizer, folder, base)
+    export(cfg, model, out, inputs, base)
     return f"exported step {step}: {out / 'hf_model'}"
 
 
