@@ -4,7 +4,7 @@
 
 The facts are in from_trl.yaml and from_verl.yaml, a row for each of their keys, and in from_trl.py and from_verl.py,
 where several of their keys decide one of ours. trl_*.yaml and verl_*.yaml record the defaults of the version that is
-read. theirs.py reads their files. This one applies the rows, and writes the config and the report.
+read. config_files.py reads their files. This one applies the rows, and writes the config and the report.
 """
 
 import argparse
@@ -26,20 +26,18 @@ from base.check import rules
 from base.inputs import yaml_text
 from base.inputs.keys import FIELDS, default_text, hint, text_of
 from base.system.files import read_text
-from config import ConfigError, shortened
-from tools import from_trl, from_verl, theirs
-from tools.made import GRADED_BY, YOURS, Made
-from tools.theirs import Unread, Values
+from config import ConfigError, printable
+from tools import config_files, from_trl, from_verl
+from tools.config_files import Values
+from tools.translation import GRADED_BY, YOURS, Translation
 
 NAMES = {"trl": "TRL", "verl": "verl"}
-MADE_OF = {"trl": from_trl.made_of, "verl": from_verl.made_of}
-READ = "read:"
+TRANSLATE = {"trl": from_trl.translate, "verl": from_verl.translate}
 CONVERTED = "converted:"
 SAME = "no effect here:"
 NOT_QUITE = "trained here, but not quite alike:"
 NONE = "NO COUNTERPART, and not in the config:"
 OLDER = "their defaults, which older versions had otherwise:"
-COMPUTED = "known only while your script runs, and so not in the config:"
 DIFFER = "set here, not in your config (their defaults that differ from ours, and what your keys imply):"
 LEFT = "still to be set or changed:"
 REFUSED = "these keys affect training and have no counterpart here"
@@ -59,10 +57,20 @@ class Report:
         """The lines under these headings; a text of theirs cannot break a line."""
         lines = []
         for heading in headings:
-            if self.lines.get(heading):
+            if heading in self.lines:
                 lines.append(heading)
-                lines += [f"  {_printable(line)}" for line in self.lines[heading]]
+                for line in self.lines[heading]:
+                    lines.append(f"  {printable(line)}")
         return lines
+
+
+@dataclass
+class Meaning:
+    """What a key of theirs is here."""
+
+    heading: str  # of the report
+    text: str
+    keys: Values = field(default_factory=dict)  # ours
 
 
 def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
@@ -72,23 +80,26 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
     if os.path.lexists(out):
         raise ConfigError(f"--write {out}: it already exists; name a new file")
     table = load_table(system)
-    found, notes = theirs.read(system, name, table)
-    values = _named_as_now(found, table) | _named_as_now(theirs.assigned(words), table)
-    values = _with_whole_mappings(values, table)
-    values = theirs.resolved(values, table["recorded"] | _defaults(table) if system == "verl" else {})
+    written = _named_as_now(config_files.read(system, name, table), table)
+    written |= _named_as_now(config_files.assigned(words), table)
+    written = _with_whole_mappings(written, table)
+    if system == "verl":
+        written = config_files.resolved(written)
     report = Report()
-    report.lines[READ] = [note.strip() for note in notes]
-    ours = _translated(system, table, values, report, name)
+    ours = _translated(system, name, table, written, report)
     first = f"{name} (keys and defaults of {table['source']})"
-    comments = [_printable(f"from {first}"), *report.text([NOT_QUITE, NONE, COMPUTED])]
+    comments = [printable(f"from {first}"), *report.text([NOT_QUITE, NONE])]
     text = "".join(f"# {line}\n" for line in comments) + _as_yaml(ours)
     try:
         Path(out).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"--write {out}: cannot be written ({error.strerror})") from None
-    _add_what_is_left(report, ours, table, out)
-    headings = [READ, CONVERTED, SAME, NOT_QUITE, NONE, COMPUTED, OLDER, DIFFER, LEFT]
-    return "\n".join([_printable(f"{first} -> {out}"), *report.text(headings)])
+    for key, what in table["beside"].items():
+        if key not in written:
+            report.add(LEFT, f"{key} is not in the file: {what}")
+    _report_what_is_left(report, ours, table, out)
+    headings = [CONVERTED, SAME, NOT_QUITE, NONE, OLDER, DIFFER, LEFT]
+    return "\n".join([printable(f"{first} -> {out}"), *report.text(headings)])
 
 
 @cache
@@ -135,11 +146,6 @@ def _with_whole_mappings(values: Values, table: Mapping[str, Any]) -> Values:
     return whole
 
 
-def _printable(line: str) -> str:
-    """The line with control characters and lone surrogates escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
-
-
 def _as_yaml(ours: Values) -> str:
     tree: dict[str, Any] = {}
     for name, value in ours.items():
@@ -151,12 +157,12 @@ def _as_yaml(ours: Values) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def _add_what_is_left(report: Report, ours: Values, table: Mapping[str, Any], out: str) -> None:
-    """Notes what `--check` refuses in the config that was written, by its keys alone."""
-    for key, value in ours.items():
-        if str(value).startswith(YOURS):
-            what = table["yours"][key]
-            report.add(LEFT, f"{key}={value}: --check refuses it until it names a function of yours: {what}")
+def _report_what_is_left(report: Report, ours: Values, table: Mapping[str, Any], out: str) -> None:
+    """What --check refuses in the config that was written, by its keys alone."""
+    grader = ours.get(GRADED_BY)
+    if str(grader).startswith(YOURS):
+        line = f"{GRADED_BY}={grader}: --check refuses it until it names a function of yours: {table['yours']}"
+        report.add(LEFT, line)
     try:
         rules.load_checked(out)
     except ConfigError as error:
@@ -167,90 +173,66 @@ def _add_what_is_left(report: Report, ours: Values, table: Mapping[str, Any], ou
 # ----------------------------------------------------------------------------------------------- their keys to ours
 
 
-def _translated(system: str, table: Mapping[str, Any], given: Values, report: Report, name: str) -> Values:
-    """Our keys whose values differ from our defaults. A key that they leave out has their default. ConfigError for
-    values whose loss would change what is trained."""
+def _translated(system: str, name: str, table: Mapping[str, Any], written: Values, report: Report) -> Values:
+    """Our keys whose values differ from our defaults. A key that they leave out has their default; a whole config, as
+    they write it, leaves none out. ConfigError for values whose loss would change what is trained."""
     rows = table["keys"]
-    row_of = {key: _row_of(key, table, f"{name}: {NAMES[system]}") for key in given}
+    is_whole = len(written.keys() & table["recorded"].keys()) > len(table["recorded"]) / 2
+    row_names = {key: _row_of(key, table) for key in written}
     read: Values = {}
-    unread: Values = {}
-    for key, value in given.items():
-        row = rows[row_of[key]]
-        if not isinstance(value, Unread):
-            read[key] = _typed(key, value, row, name)
-        elif GRADED_BY in row.get("made", ()):
-            read[key] = str(value)  # which --check refuses
-        else:
-            unread[key] = value
+    for key, value in written.items():
+        row = rows[row_names[key]]
+        if row_names[key] == UNKNOWN and not is_whole:
+            _check_spelling(key, table, f"{name}: {NAMES[system]}")
+        counts = row.keys() - {"same", "none"}
+        if system == "verl" and counts and config_files.has_reference(value):
+            problem = f"{key}={text_of(value):.80}: only hydra knows what this reference is"
+            raise ConfigError(f"{name}: {problem}: {table['way_out']}, or add {key}=VALUE to this command")
+        read[key] = _typed(key, value, row, name)
     values = _defaults(table) | read
     try:
-        made = MADE_OF[system](values)
+        translation = TRANSLATE[system](values)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     ours: Values = dict(table["always"])
     asked: set[str] = set()  # our keys that they write
-    order = [*rows]
-    for key in sorted({**values, **unread}, key=lambda key: order.index(row_of.get(key, key))):
-        row = rows[row_of.get(key, key)]
-        if key in unread:
-            _report_unread(system, report, key, unread[key], row)
-        if key in values:
-            heading, text, keys = _meaning(row, values, values[key], made, table)
-            ours |= keys
-            line = f"{key}={text_of(values[key])}"
-            if key in read:
-                asked |= keys.keys()
-                _report_read(report, heading, f"{line}: {text}", key, row)
-            else:
-                _report_default(system, report, heading, line, text, row)
-    _report_made(report, made, values)
+    order = list(rows)
+    for key in sorted(values, key=lambda key: order.index(row_names.get(key, key))):
+        row = rows[row_names.get(key, key)]
+        meaning = _meaning(key, row, values, translation, table)
+        ours |= meaning.keys
+        if key not in read or (is_whole and _has_default(key, read[key], table)):
+            _report_default(report, key, values[key], meaning, NAMES[system])
+        else:
+            asked |= meaning.keys.keys()
+            _report_written(report, key, values[key], row, meaning)
+        if key not in read and "before" in row and meaning.heading != SAME:
+            report.add(OLDER, f"{key}={text_of(values[key])}: {row['before']}")
+    for key, why in translation.refused.items():
+        report.refused.append(f"{key}={text_of(values[key])}: {why}")
+    for key, note in translation.notes.items():
+        report.add(NOT_QUITE, f"{key}={text_of(values[key])}: {note}")
     if report.refused:
-        raise ConfigError(f"{name}: {REFUSED}:", *map(_printable, report.refused))
-    if COMPUTED in report.lines:
-        report.add(COMPUTED, f"{table['way_out']}; or add key=value to this command")
-    for key, value in made.keys.items():
+        raise ConfigError(f"{name}: {REFUSED}:", *report.refused)
+    for key, value in translation.keys.items():
         if value is not None or key in ours:
             ours[key] = value
     return _differing(ours, asked, table, report)
 
 
-def _report_read(report: Report, heading: str, line: str, key: str, row: Mapping[str, Any]) -> None:
+def _report_written(report: Report, key: str, value: Any, row: Mapping[str, Any], meaning: Meaning) -> None:
     """A key that they write."""
-    if heading == REFUSED:
+    line = f"{key}={text_of(value)}: {meaning.text}"
+    if meaning.heading == REFUSED:
         report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
     else:
-        report.add(heading, line)
+        report.add(meaning.heading, line)
 
 
-def _report_default(system: str, report: Report, heading: str, line: str, text: str, row: Mapping[str, Any]) -> None:
-    """A key that they leave out, where its default is not here, or is another one in older versions."""
-    if heading in (NONE, REFUSED):
-        report.add(NONE, f"{line}, {NAMES[system]}'s default: {text}")
-    if heading != SAME and "before" in row:
-        report.add(OLDER, f"{line}: {row['before']}")
-
-
-def _report_unread(system: str, report: Report, key: str, value: Unread, row: Mapping[str, Any]) -> None:
-    """A key whose value must be computed."""
-    line = f"{key}={shortened(str(value))}"
-    if "refused" in row:
-        why = "only running your script gives its value" if row.get("default") else row["refused"]
-        report.refused.append(f"{line}: {why}; to convert without it, add {key}={_off(row)}")
-    elif "default" in row:
-        default = text_of(row["default"])
-        report.add(COMPUTED, f"{line}: {default}, {NAMES[system]}'s default, is in its place")
-    elif "same" in row:
-        report.add(SAME, f"{line}: {row['same']}")
-    else:
-        report.add(COMPUTED, line)
-
-
-def _report_made(report: Report, made: Made, values: Values) -> None:
-    """What is refused, and what differs, because of several keys."""
-    for key, why in made.refused.items():
-        report.refused.append(f"{key}={text_of(values[key])}: {why}")
-    for key, note in made.notes.items():
-        report.add(NOT_QUITE, f"{key}={text_of(values[key])}: {note}")
+def _report_default(report: Report, key: str, value: Any, meaning: Meaning, system_name: str) -> None:
+    """A key that they leave out, or that a whole config has with its default: named if the default is not here."""
+    if meaning.heading in (NONE, REFUSED):
+        report.add(NONE, f"{key}={text_of(value)}, {system_name}'s default: {meaning.text}")
 
 
 def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: Report) -> Values:
@@ -260,110 +242,187 @@ def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: 
         if key in FIELDS and json.dumps(value) == default_text(key):
             continue
         differing[key] = value
-        if key not in asked:
-            why = f"; {table['assumed'][key]}" if key in table["assumed"] else ""
-            report.add(DIFFER, f"{key}={text_of(value)} (ours {default_text(key)}){why}")
+        if key in asked:
+            continue
+        line = f"{key}={text_of(value)} (ours {default_text(key)})"
+        if key in table["assumed"]:
+            line += f"; {table['assumed'][key]}"
+        report.add(DIFFER, line)
     return differing
 
 
 def _off(row: Mapping[str, Any]) -> str:
     """The value with which a refused key changes nothing."""
-    return text_of(next(iter(row.get("values", ())), None))
+    harmless = list(row.get("values", ()))
+    if harmless:
+        return harmless[0]
+    return "null"
 
 
-def _row_of(key: str, table: Mapping[str, Any], place: str) -> str:
-    """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else UNKNOWN. ConfigError for a
-    key that is like another one, which no row has: a mistake in writing."""
+def _row_of(key: str, table: Mapping[str, Any]) -> str:
+    """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else UNKNOWN."""
     rows = table["keys"]
     if key in rows:
         return key
-    section, dot, last = key.rpartition(".")
+    last = key.rpartition(".")[2]
+    is_older = any(fnmatchcase(last, name) for name in _older_names(key, table))
+    if is_older or key in table["recorded"] or _is_put_in(key, table):
+        for pattern in rows:
+            if fnmatchcase(key, pattern):
+                return pattern
+    return UNKNOWN
+
+
+def _older_names(key: str, table: Mapping[str, Any]) -> list[str]:
+    """The names, or patterns of names, that other versions have in the key's section."""
+    section = key.rpartition(".")[0]
     older: list[str] = []
     for pattern, names in table["older"].items():
         if fnmatchcase(section, pattern):
             older += names.split()
-    is_known = key in table["recorded"] or any(fnmatchcase(last, name) for name in older)
-    wildcard = next((pattern for pattern in rows if fnmatchcase(key, pattern)), UNKNOWN)
-    if is_known:
-        return wildcard
-    sections = {row.partition(".")[0] for row in rows}
-    if section and not get_close_matches(section.partition(".")[0], sections, cutoff=0.75):
-        return UNKNOWN  # of another program
-    names = [row for row in rows if "*" not in row]
-    names += [*table["recorded"], *(section + dot + name for name in older)]
+    return older
+
+
+def _is_put_in(key: str, table: Mapping[str, Any]) -> bool:
+    """Whether the key, or a section that it is in, is one in whose place hydra puts another one."""
+    while key:
+        if config_files.has_reference(table["recorded"].get(key)):
+            return True
+        key = key.rpartition(".")[0]
+    return False
+
+
+def _has_default(key: str, value: Any, table: Mapping[str, Any]) -> bool:
+    """Whether a key of a whole config has what it has where nobody sets it."""
+    if _is_put_in(key, table):
+        return True
+    return key in table["recorded"] and table["recorded"][key] == value
+
+
+def _check_spelling(key: str, table: Mapping[str, Any], place: str) -> None:
+    """ConfigError for an unknown key that is like one of theirs: a mistake in writing."""
+    section = key.rpartition(".")[0]
+    top_sections = {row.partition(".")[0] for row in table["keys"]}
+    if section and not get_close_matches(section.partition(".")[0], top_sections, cutoff=0.75):
+        return  # of another program
+    names = [row for row in table["keys"] if "*" not in row]
+    names += table["recorded"]
+    names += [f"{section}.{name}".lstrip(".") for name in _older_names(key, table)]
     near = hint(key[:200], names, cutoff=0.8)
     if near:
-        raise ConfigError(f"{place} has no key '{_printable(key):.100}'.{near}")
-    return UNKNOWN
+        raise ConfigError(f"{place} has no key '{key:.100}'.{near}")
 
 
 def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
     """The value of a key, where a number may be quoted. ConfigError for a number that is none."""
-    default = row.get("default")
-    kind = row.get("kind", "number" if type(default) in (int, float) else "text")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}: {key}={text_of(value)}: expected a finite number")
+    default = row.get("default")
+    kind = "text"
+    if type(default) in (int, float):
+        kind = "number"
+    kind = row.get("kind", kind)
     if kind == "text" or type(value) in (int, float):
         return value
     text = text_of(value)
     quoted = yaml_text.typed(text)
     if type(quoted) in (int, float) and math.isfinite(quoted):
         return quoted
-    others = list(dict.fromkeys([*row.get("values", ()), text_of(default)]))
+    others = [*row.get("values", ())]
+    if text_of(default) not in others:
+        others.append(text_of(default))
     if text in others:
         return quoted
     raise ConfigError(f"{name}: {key}={text:.80}: expected a number, or {' or '.join(others)}")
 
 
 def _meaning(
-    row: Mapping[str, Any], theirs: Values, value: Any, made: Made, table: Mapping[str, Any]
-) -> tuple[str, str, Values]:
-    """(the heading to report a value of theirs under, what to report, our keys)."""
-    for key in row.get("when", ()):
-        if theirs[key] in OFF:
-            return SAME, f"has an effect only with {' and '.join(row['when'])}", {}
-    for key, reason in row.get("unless", {}).items():
-        is_set = theirs[key] not in (None, table["keys"][key]["default"])
-        if theirs[key] == reason or (reason == "set" and is_set):
-            return SAME, f"has no effect with {key}={text_of(theirs[key])}", {}
+    key: str, row: Mapping[str, Any], values: Values, translation: Translation, table: Mapping[str, Any]
+) -> Meaning:
+    """values: of all keys of theirs."""
+    idle = _why_without_effect(row, values, table)
+    if idle:
+        return Meaning(SAME, idle)
+    value = values[key]
     but = row.get("but", "")
     if "share" in row and isinstance(value, float) and 0 < value < 1:
-        total = theirs[row["share"]]
+        total = values[row["share"]]
         if total is None or total <= 0:
-            return NONE, f"a share of {row['share']}, which is not set", {}
+            return Meaning(NONE, f"a share of {row['share']}, which is not set")
         but = f"{value} x {row['share']}={total}"
-        value = math.ceil(value * total) if row.get("updates") else int(value * total)
-    keys = _keys_of_value(row, theirs, value, made)
-    if keys is None:
-        if "refused" in row:
-            return REFUSED, row["refused"], {}
-        if "same" in row:
-            return SAME, row["same"], {}
-        return NONE, row.get("none") or f"only {', '.join(map(text_of, row.get('values', ())))}", {}
-    keys = {key: made.keys.get(key, new) for key, new in keys.items()}
-    text = ", ".join(f"{key}={text_of(new)}" for key, new in keys.items()) or "as here"
-    return CONVERTED, f"{text}; {but}" if keys and but else text, keys
+        value *= total
+        if row.get("updates"):
+            value = math.ceil(value)
+        value = int(value)
+    ours = _keys_of_value(row, value, values, translation)
+    if ours is None:
+        return _without_counterpart(row)
+    for name in ours:
+        ours[name] = translation.keys.get(name, ours[name])
+    if not ours:
+        return Meaning(CONVERTED, "as here")
+    text = ", ".join(f"{name}={text_of(new)}" for name, new in ours.items())
+    if but:
+        text += f"; {but}"
+    return Meaning(CONVERTED, text, ours)
 
 
-def _keys_of_value(row: Mapping[str, Any], theirs: Values, value: Any, made: Made) -> Values | None:
-    """Our keys for a value of theirs; None if there are none."""
-    named = {text_of(known): keys for known, keys in row.get("values", {}).items()}
-    items = [value, *value] if isinstance(value, list) else [value]
-    matching = [named[text_of(item)] for item in items if text_of(item) in named]
-    if matching:
-        keys = {}
-        for meant in matching:
-            for key, new in meant.items():
-                keys[key] = theirs.get(new, new) if isinstance(new, str) else new
-        return keys
+def _why_without_effect(row: Mapping[str, Any], values: Values, table: Mapping[str, Any]) -> str:
+    """Why the other keys leave a key no effect; "" if they do not."""
+    for other in row.get("when", ()):
+        if values[other] in OFF:
+            return f"has an effect only with {' and '.join(row['when'])}"
+    for other, excluding in row.get("unless", {}).items():
+        excludes = values[other] == excluding
+        if excluding == "set":
+            excludes = values[other] not in (None, table["keys"][other]["default"])
+        if excludes:
+            return f"has no effect with {other}={text_of(values[other])}"
+    return ""
+
+
+def _without_counterpart(row: Mapping[str, Any]) -> Meaning:
+    if "refused" in row:
+        return Meaning(REFUSED, row["refused"])
+    if "same" in row:
+        return Meaning(SAME, row["same"])
+    if "none" in row:
+        return Meaning(NONE, row["none"])
+    return Meaning(NONE, f"only {', '.join(row.get('values', ()))}")
+
+
+def _keys_of_value(row: Mapping[str, Any], value: Any, values: Values, translation: Translation) -> Values | None:
+    """Our keys for a value of theirs; None if it has no counterpart."""
+    ours = _keys_in_table(row, value, values)
+    if ours is not None:
+        return ours
     if "to" in row:
         if row.get("updates"):
-            value = math.ceil(value / made.num_updates)
-        names = [row["to"]] if isinstance(row["to"], str) else row["to"]
-        return {**dict.fromkeys(names, value), **row.get("with", {})}
-    if "made" in row and all(made.keys.get(key) is not None for key in row["made"]):
-        return {key: made.keys[key] for key in row["made"]}
+            value = math.ceil(value / translation.updates_per_rollout)
+        return {row["to"]: value, **row.get("with", {})}
+    if "computed" in row:
+        ours = {key: translation.keys.get(key) for key in row["computed"]}
+        if None not in ours.values():
+            return ours
     return None
+
+
+def _keys_in_table(row: Mapping[str, Any], value: Any, values: Values) -> Values | None:
+    """Our keys that the row has for this value, or for an item of this list; None if it has none."""
+    items = [value]
+    if isinstance(value, list):
+        items += value
+    ours: Values | None = None
+    for item in map(text_of, items):
+        keys = row.get("values", {}).get(item)
+        if keys is None:
+            continue
+        ours = ours or {}
+        for key, new in keys.items():
+            if isinstance(new, str):  # the name of a key of theirs stands for its value
+                new = values.get(new, new)
+            ours[key] = new
+    return ours
 
 
 def main() -> int:

@@ -22,7 +22,8 @@ CLASSES = {  # of TRL: file -> classes, the later ones of which win
     "trl/trainer/model_config.py": ["ModelConfig"],
     "trl/trainer/grpo_config.py": ["GRPOConfig"],
 }
-OF_VERL = "verl/trainer/config/_generated_ppo_trainer.yaml"
+OF_VERL = "verl/trainer/config/_generated_ppo_{}.yaml"
+TRAINERS = ("trainer", "megatron_trainer", "torchtitan_trainer", "veomni_trainer")  # the first of which wins
 
 
 def fields_of_class(text: str, name: str) -> dict:
@@ -61,6 +62,15 @@ def of_trl(wheel: ZipFile) -> dict:
     return found
 
 
+def of_verl(wheel: ZipFile) -> dict:
+    found = {}
+    for trainer in TRAINERS:
+        tree = yaml.safe_load(wheel.read(OF_VERL.format(trainer)))
+        for key, value in flat(tree).items():
+            found.setdefault(key, value)
+    return found
+
+
 def flat(tree: dict, prefix: str = "") -> dict:
     found = {}
     for key, value in tree.items():
@@ -79,7 +89,7 @@ def main() -> None:
         if path.name.startswith("trl"):
             found = of_training_arguments() | of_trl(wheel)
         else:
-            found = flat(yaml.safe_load(wheel.read(OF_VERL)))
+            found = of_verl(wheel)
     name = "-".join(path.name.split("-")[:2])
     print(f"# The defaults of {name}, by tools/their_defaults.py")
     print(yaml.safe_dump(found, sort_keys=False, width=120), end="")

@@ -4,14 +4,15 @@ import random
 import re
 import signal
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from small_run import ROOT
-from test_theirs import SYSTEM_OF, USERS
+from test_configs import CONFIGS, written
 
 from base.inputs import reader
 from config import ConfigError
-from tools.convert import COMPUTED, convert
+from tools.convert import convert
 
 SECONDS = 20  # of one file, on a busy machine; all but the largest take less than one
 
@@ -41,11 +42,12 @@ def outcome(system, name, text, folder):
             return f"error: {error}"
 
 
-CALL = "from trl import GRPOConfig, GRPOTrainer\n"
-MANY = "".join(f"x{i + 1} = x{i} + x{i}\n" for i in range(40))
-BASES = "".join(f"class C{i + 1}(C{i}, C{i}): pass\n" for i in range(30))
 ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40))
-INTERPOLATED = "data:\n  a0: x\n" + "".join(f"  a{i + 1}: ${{data.a{i}}}${{data.a{i}}}\n" for i in range(40))
+NESTED = '{"chat_template_kwargs": ' + "[" * 200 + "]" * 200 + "}"
+MANY = "{" + ", ".join(f'"key{i}": 1' for i in range(20_000)) + "}"
+GRPO = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 8}}\n"
+INTERPOLATED = GRPO + "data:\n  a0: x\n" + "".join(f"  a{i + 1}: ${{data.a{i}}}${{data.a{i}}}\n" for i in range(40))
+LONG = GRPO + f"data:\n  a: {'x' * 200_000}\n  prompt_key: '{'${data.a}' * 20_000}'"
 # system, file, text -> a part of the message or of the report
 CASES = [
     (
@@ -81,27 +83,33 @@ CASES = [
     ("trl", "a.yaml", "a: " + "[" * 900 + "]" * 900, "not yaml"),
     ("trl", "a.json", "[" * 100_000, "not valid JSON"),
     ("trl", "a.yaml", "\ufeffbeta: 0.1", "beta=0.1"),
-    ("trl", "a.yaml", "x" * 500_000, "more than 400,000 characters"),
-    ("trl", "a.yaml", b"\xff\xfe\x00", "cannot be read"),
-    ("trl", "a.py", "\ufeff" + CALL + "GRPOConfig(beta=0.1)", "beta=0.1"),
-    ("trl", "a.py", CALL + "GRPOConfig(beta=1e308*10)", "expected a finite number"),
-    ("trl", "a.py", CALL + "a = 10\n" + "a1 = a**64\nb = a1**64\nc = b**64\nGRPOConfig(seed=c)", COMPUTED),
-    ("trl", "a.py", CALL + "GRPOConfig(output_dir='x' * 10**10)", COMPUTED),
-    ("trl", "a.py", CALL + "x0 = 'long'\n" + MANY + "GRPOConfig(output_dir=x40)", COMPUTED),
-    ("trl", "a.py", CALL + "x0 = ''\n" + MANY + "GRPOConfig(output_dir=x40)", COMPUTED),
-    ("trl", "a.py", CALL + "class C0(GRPOConfig): beta = 0.1\n" + BASES + "C30()", "C30"),
-    ("trl", "a.py", CALL + "class A(B): pass\nclass B(A): pass\nA(beta=1)\nGRPOConfig(**A())", "**A()"),
-    ("trl", "a.py", CALL + f"GRPOConfig(seed={'+'.join(['1'] * 3000)})", "error: "),
-    ("trl", "a.py", CALL + f"GRPOConfig(seed={'(' * 150}1{')' * 150})", "seed=1"),
-    ("trl", "a.py", CALL + "GRPOConfig(seed=1)\0", "not Python"),
+    ("trl", "a.yaml", "x" * 2_000_000, "a config has at most"),
+    ("trl", "a.json", MANY, "20,000 keys"),
+    ("trl", "a.json", NESTED, "more than 30 levels deep"),
+    ("trl", "a.json", '{"beta": NaN}', "beta=NaN: expected a finite number"),
+    ("trl", "a.json", '{"max_grad_norm": Infinity}', "max_grad_norm=Infinity: expected a finite number"),
+    ("trl", "a.json", '{"beta": 1e400}', "beta=Infinity: expected a finite number"),
+    ("trl", "a.json", '{"lr_scheduler_kwargs": {"min_lr": NaN}}', "min_lr=NaN: expected a number"),
+    ("trl", "a.json", '{"beta": 0.1, "beta": 0.2}', "'beta' is there twice"),
+    ("trl", "a.json", '{"beta": 0.1} // of the run', "not valid JSON"),
+    ("trl", "a.json", '{"beta": 0.1,}', "not valid JSON"),
+    ("trl", "a.json", "{'beta': 0.1}", "not valid JSON"),
+    ("trl", "a.json", "", "not valid JSON"),
+    ("trl", "a.json", b"\xff{}", "not valid JSON"),
+    ("trl", "a.yaml", b"\xff\xfe\x00", "not yaml"),
+    ("trl", "a.yaml", "beta: 0.1\nbeta: 0.2", "beta is set again"),
+    ("trl", "a.yaml", "- !!map [", "not yaml"),
     ("verl", "a.yaml", INTERPOLATED + "  seed: ${data.a40}", "data.seed="),
-    ("verl", "a.yaml", "data: {seed: '" + "${" * 500 + "'}", "data.seed="),
-    ("verl", "a.sh", "A='$A$A'\n" * 30 + "python $A$A data.seed=1", "data.seed=1"),
-    ("verl", "a.sh", "A=$A$A$A data.seed=${A:-" * 30, "not a shell command"),
-    ("verl", "a.sh", "data.seed=$((9**9**9**9))", "data.seed="),
-    ("verl", "a.sh", "N=9;" + "N=$((N*N*N*N));" * 50 + "x data.seed=$N", "data.seed="),
-    ("verl", "a.sh", "x data.seed=$((" + "(" * 400 + ")" * 400 + "))", "not a shell command"),
-    ("verl", "a.sh", "A=" + "b" * 9000 + "\n" + "x $A data.seed=1\n" * 200, "not a shell command"),
+    ("verl", "a.yaml", GRPO + "data: {seed: '" + "${" * 500 + "'}", "data.seed="),
+    ("verl", "a.yaml", LONG, "only hydra knows"),
+    ("verl", "a.yaml", GRPO + "data: {seed: '${data.seed}'}", "data.seed="),
+    ("verl", "a.yaml", GRPO + "data: {train_files: {a: b}, gen_batch_size: [1]}", "data.gen_batch_size=[1]"),
+    (
+        "verl",
+        "a.yaml",
+        GRPO + "algorithm.rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: [1, 2]}",
+        "rollout_rs_threshold=[1, 2]",
+    ),
 ]
 
 
@@ -122,17 +130,19 @@ def test_a_text_cannot_add_a_line_to_the_config(tmp_path):
     assert cfg.loss_fn.ratio_clip_c is None and cfg.grpo.seed == 42
 
 
-ODD = "null -1 0 1e999 [] {} '' \" ' \\ $ ${ $(( ` &a *a ** yield if \ud800 \0 () ( ) = : , # nan True".split(" ")
-ODD += ["!!int x", "\t", "lambda: 0", "\u2028", "9" * 400, "\n"]
+ODD = "null -1 0 1e999 [] {} '' \" ' \\ $ ${ } ${data.seed} &a *a ** << \ud800 \0 ( ) = : , # nan True !!int".split(" ")
+ODD += ["!!int x", "\t", "\u2028", "9" * 400, "\n", "\n    ", "// x"]
 
 
-def seeds_of_files():
+def files_of_users(folder):
     """(system, name, text) of files as users have them."""
     peers = ROOT / "tests" / "helpers" / "peers"
-    files = [(path.name.partition("_")[0], path.name, path.read_text()) for path in sorted(peers.glob("*_*.*"))]
-    files = [file for file in files if file[0] in ("trl", "verl") and not file[1].endswith(".py")]
-    files += [(SYSTEM_OF[row["file"]], f"theirs.{row['file']}", row["text"]) for row in USERS]
-    return files
+    files = [path for path in sorted(peers.iterdir()) if path.name.startswith(("trl_", "verl_"))]
+    for row in CONFIGS:
+        path = Path(written(row, folder))
+        yield row["system"], path.name, path.read_text()
+    for path in files:
+        yield path.name.partition("_")[0], path.name, path.read_text()
 
 
 def mutated(text, rng):
@@ -162,7 +172,7 @@ def mutated(text, rng):
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
 def test_mutated_files(count, tmp_path):
     rng = random.Random(count)
-    files = seeds_of_files()
+    files = list(files_of_users(tmp_path))
     num_converted = 0
     for number in range(count):
         system, name, text = rng.choice(files)

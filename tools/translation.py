@@ -1,4 +1,4 @@
-"""What several keys of TRL or verl make together; from_trl.py and from_verl.py fill it in."""
+"""What several keys of TRL or verl decide together; from_trl.py and from_verl.py fill it in."""
 
 import math
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ YOURS = "your_module:"  # what --check cannot import: the user is to name a func
 
 
 @dataclass
-class Made:
+class Translation:
     keys: dict[str, Any] = field(default_factory=dict)  # ours, which win over those of the table
     refused: dict[str, str] = field(default_factory=dict)  # a key of theirs -> why what it trains is not here
     notes: dict[str, str] = field(default_factory=dict)  # a key of theirs -> what differs here all the same
-    num_updates: int = 1  # optimizer steps of a rollout, for a system whose keys count those
+    updates_per_rollout: int = 1  # optimizer steps, for a system whose keys count those
 
 
 def whole(values: Mapping[str, Any], key: str, least: int) -> int:
