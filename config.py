@@ -514,6 +514,10 @@ class DatasetConfig(Section):
     """The seed decides which rows split_validation_size takes."""
     weight: float | None = key(None, "> 0")
     """Several training sets give prompts in proportion to their weights; null weights them by their numbers of rows."""
+    prompt_selection: str = "uniform"
+    """uniform takes each row of a training set once an epoch. p(1-p) and thompson prefer rows that the policy gets
+    right now and then, by the row's past groups. module:function of yours gives a row's weight (see
+    base/inputs/selection.py)."""
 
     @property
     def set_name(self) -> str:

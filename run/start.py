@@ -64,6 +64,7 @@ class RunState:
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)
     base_sha256: str | None = None  # of the weights that LoRA has frozen
+    selections: dict[str, str] = field(default_factory=dict)  # of Mixture.saved_selections, when a checkpoint was saved
 
 
 @dataclass
@@ -246,6 +247,8 @@ def restore(run: Run) -> None:
         )
         state.cursor = train.start()
         state.fingerprints = train.fingerprints
+        state.selections = {}
+    train.restore_selections(state.selections)
     train.check_same(state.fingerprints, cfg.resume_from)
     run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
 

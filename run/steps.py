@@ -46,7 +46,7 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     if run.cfg.env.agents:
         metrics |= agent_metrics(samples.generated)
-    state.cursor = run.inputs.train.record(samples.cursor, metrics)
+    state.cursor = run.inputs.train.record(samples.cursor, metrics, samples.generated)
     state.total_valid_tokens += metrics["global_valid_toks"]
     run.metrics = metrics
 
@@ -108,7 +108,13 @@ def _save(run: Run) -> None:
     if not saver.cfg.enabled or state.num_bad_steps or state.step == saver.saved:
         return
     reference = run.reference.shards if run.reference else {}
-    saver.save(state.step, run.model, run.optimizer, asdict(state), reference, run.metrics)
+    saver.save(state.step, run.model, run.optimizer, _counters(run), reference, run.metrics)
+
+
+def _counters(run: Run) -> dict:
+    """The state of the run, as a checkpoint keeps it."""
+    run.state.selections = run.inputs.train.saved_selections()
+    return asdict(run.state)
 
 
 def save_early(run: Run) -> Exception:
@@ -141,7 +147,7 @@ def stop_early(run: Run, stop: StopRun) -> StopRun:
     try:
         saver.finish()
         if saver.saved == state.step:
-            saver.update(asdict(state))
+            saver.update(_counters(run))
         _save(run)
         saver.finish()
     except (StopRun, OSError) as error:

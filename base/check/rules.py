@@ -215,6 +215,20 @@ def _dataset_problems(cfg: Config) -> Iterator[str]:
     yield from _repeated("data.validation", split_off + validation)
     if any(dataset.split_validation_size != cfg.data.default.split_validation_size for dataset in validation):
         yield "data.validation.split_validation_size: validation sets are not split; set it in data.train"
+    yield from _selection_problems(cfg)
+
+
+def _selection_problems(cfg: Config) -> Iterator[str]:
+    """How the rows of a set are chosen."""
+    default = cfg.data.default.prompt_selection
+    if any(dataset.prompt_selection != default for dataset in cfg.data.validation):
+        yield "data.validation.prompt_selection: validation takes all rows; set it in data.train"
+    rules = {dataset.prompt_selection for dataset in cfg.data.train}
+    for rule in sorted(rules - {"uniform", "p(1-p)", "thompson"}):
+        if ":" not in rule:
+            yield f"data.train.prompt_selection={rule:.80}: must be uniform, p(1-p), thompson or module:function"
+    if rules - {"uniform"} and not cfg.data.shuffle:
+        yield "data.shuffle=false has no effect on the rows of data.train.prompt_selection: set it to true"
 
 
 def _unnamed(key: str, sets: Sequence[DatasetConfig], hint: str) -> Iterator[str]:

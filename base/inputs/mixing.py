@@ -1,6 +1,7 @@
 """Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's sampler.
 
-The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep.
+The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. Where a set has
+a prompt_selection (selection.py), this file chooses the set alone, and what has been seen of its rows chooses the row.
 
 The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
@@ -18,17 +19,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from base.inputs.scan import Dataset
 from base.system.imports import call, import_attribute
-from config import Config, ConfigError
-from records import Problem
+from config import Config, ConfigError, DatasetConfig
+from records import Problem, Sample, groups_of
+
+if TYPE_CHECKING:
+    from base.inputs.selection import Selection
 
 Sampler = Callable[..., Iterable]  # a user's: its arguments and its items are described above
 Item = tuple[str, int | None]  # a set, and the index of a problem; None: the set's next one
+SELECTION = 1  # the last number of the seeds of selection.py: not of an epoch's order, which has other seeds
 
 
 class Cursor(TypedDict):
@@ -61,6 +66,10 @@ class Mixture:
         self.weights: list[Fraction] = []
         if all(section.weight for section in cfg.data.train):
             self.weights = [Fraction(section.weight) for section in cfg.data.train]
+        self.selections: dict[str, Selection] = {}
+        for dataset, section in zip(datasets, cfg.data.train, strict=False):
+            if section.prompt_selection != "uniform":
+                self.selections[dataset.name] = _selection(dataset, section)
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
         """ConfigError unless these are the sets that the run `resumed` was trained on."""
@@ -80,8 +89,13 @@ class Mixture:
         """The cursor of a new run."""
         return {"position": 0, "drawn": dict.fromkeys(self.datasets, 0), "memory": {}, "records": {}}
 
-    def record(self, cursor: Cursor, metrics: Mapping[str, float]) -> Cursor:
-        """The cursor with the metrics of the step, which a user's sampler sees at the next step."""
+    def record(self, cursor: Cursor, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> Cursor:
+        """The cursor with the metrics of the step, which a user's sampler sees at the next step. samples: all that the
+        step has drawn, for `selections`."""
+        if self.selections:
+            for group in groups_of(samples):
+                if group[0].dataset in self.selections:
+                    self.selections[group[0].dataset].record(group)
         if self.sampler is None:
             return cursor
         return cursor | {"records": dict(metrics)}
@@ -93,13 +107,37 @@ class Mixture:
         after["position"] += count
         drawn = after["drawn"]
         names = list(self.datasets)
+        selected = self._select_rows(cursor["position"], count)
         problems = []
         for name, index in self._items(cursor, after, count):
-            if index is None:
+            if index is None and name in selected:
+                index = next(selected[name])
+                drawn[name] += 1
+            elif index is None:
                 (index,) = self.order(self.sizes[name], drawn[name], 1, stream=(names.index(name),))
                 drawn[name] += 1
-            problems.append(self.datasets[name].problems[index])
+            problem = self.datasets[name].problems[index]
+            problems.append(problem)
+            if name in self.selections:
+                self.selections[name].note_drawn(problem.row_id, index)
         return problems, after
+
+    def _select_rows(self, position: int, count: int) -> dict[str, Iterator[int]]:
+        """For each set with a prompt_selection, more rows than the draw will take of it."""
+        rows = {}
+        for number, (name, selection) in enumerate(self.selections.items()):
+            generator = np.random.Generator(np.random.PCG64([self.seed, position, number, SELECTION]))
+            rows[name] = iter(selection.draw(count, generator))
+        return rows
+
+    def saved_selections(self) -> dict[str, str]:
+        """What a checkpoint keeps of `selections`: by set."""
+        return {name: selection.saved() for name, selection in self.selections.items()}
+
+    def restore_selections(self, saved: Mapping[str, str]) -> None:
+        """Takes what `saved_selections` gave. A set that had no prompt_selection then starts anew."""
+        for name in self.selections.keys() & saved.keys():
+            self.selections[name].restore(saved[name])
 
     def _items(self, cursor: Cursor, after: Cursor, count: int) -> Iterable[Item]:
         """What to draw next, by the rule of the config; after["drawn"] grows as the items are taken."""
@@ -153,7 +191,14 @@ class Mixture:
         starts = [0, *accumulate(self.sizes.values())]
         for number in self.order(self.num_problems, position, count):
             place = bisect(starts, number) - 1
-            yield names[place], number - starts[place]
+            name = names[place]
+            yield name, None if name in self.selections else number - starts[place]
+
+
+def _selection(dataset: Dataset, section: DatasetConfig) -> "Selection":
+    from base.inputs.selection import Selection  # a run without a prompt_selection imports nothing of it
+
+    return Selection(section.prompt_selection, len(dataset.problems) // section.repeat)
 
 
 def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:

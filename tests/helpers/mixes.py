@@ -14,13 +14,17 @@ MIXES = {
 }
 
 
-def mixture_of(sizes, weights=None, *, shuffle=True, seed=42, **data):
-    """Sets a, b, ... of so many rows; a row knows its set and its number."""
+def mixture_of(sizes, weights=None, *, rules=None, repeat=1, shuffle=True, seed=42, **data):
+    """Sets a, b, ... of so many problems; a row knows its set and its number."""
     names = "abcdefgh"[: len(sizes)]
-    train = tuple(DatasetConfig(name=n, weight=w) for n, w in zip(names, weights or [None] * len(sizes), strict=True))
+    given = zip(names, weights or [None] * len(sizes), rules or ["uniform"] * len(sizes), strict=True)
+    train = tuple(DatasetConfig(name=n, weight=w, prompt_selection=rule, repeat=repeat) for n, w, rule in given)
     sets = [
         Dataset(
-            f"{name}.jsonl", [Problem(i, [], "", "exact", [], dataset=name) for i in range(size)], f"of {name}", name
+            f"{name}.jsonl",
+            [Problem(i % (size // repeat), [], "", "exact", [], dataset=name) for i in range(size)],
+            f"of {name}",
+            name,
         )
         for name, size in zip(names, sizes, strict=True)
     ]

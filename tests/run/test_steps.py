@@ -81,7 +81,7 @@ def run_after(
     """A run between two steps."""
     saver = saver or Saver()
     cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
-    rows = SimpleNamespace(train=SimpleNamespace(num_problems=num_problems))
+    rows = SimpleNamespace(train=SimpleNamespace(num_problems=num_problems, saved_selections=dict))
     state = start.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
     values = dict.fromkeys(start.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
