@@ -93,6 +93,12 @@ class VLLMEngine:
         hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
         if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
             hardware["sleep_mode_offload_cudagraph"] = True
+        if hasattr(EngineArgs, "enable_flashinfer_autotune"):
+            # FlashInfer tunes at start, in collectives of all ranks. A node without nvcc would take no part: a hang.
+            hardware["enable_flashinfer_autotune"] = False
+        if self.cuda and self.dtype != torch.float32 and torch.cuda.get_device_capability()[0] == 10:
+            # On Blackwell vLLM prefers FlashInfer, which downloads kernels at start.
+            hardware["attention_backend"] = "FLASH_ATTN"
         if model.num_experts and self.cuda:
             hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
         self.must_pack_experts = model.num_experts > 0 and not self.cuda

@@ -46,7 +46,7 @@ def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     """What is wrong with keys beside each other."""
     assert world_size >= 1, world_size
     yield from _split_problems(cfg, world_size, ranks_of_node)
-    yield from _rank_problems(cfg, world_size)
+    yield from _rank_problems(cfg, world_size, ranks_of_node)
     yield from _batch_problems(cfg)
     yield from _length_problems(cfg)
     yield from contradictions(cfg)
@@ -92,8 +92,8 @@ def _split_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     yield f"policy.generation.colocated.enabled=false with {given}, {where}: {fix}"
 
 
-def _rank_problems(cfg: Config, world_size: int) -> Iterator[str]:
-    """Replicas, engines and the prompts of a step divide the ranks."""
+def _rank_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> Iterator[str]:
+    """Replicas, engines and the prompts of a step divide the ranks, and engines the ranks of a node."""
     generation = cfg.policy.generation
     replicas = cfg.policy.dtensor_cfg.dp_replicate_size
     replicas_key = f"policy.dtensor_cfg.dp_replicate_size={replicas}"
@@ -110,8 +110,13 @@ def _rank_problems(cfg: Config, world_size: int) -> Iterator[str]:
     ranks = f"world size {num_ranks}" if generation.colocated.enabled else f"{num_ranks} ranks that generate"
     num_engines = num_ranks // tensor
     prompts = cfg.grpo.num_prompts_per_step
+    if ranks_of_node is None:  # without torchrun: those of the cluster that the recipe names
+        ranks_of_node = cfg.cluster.gpus_per_node if cfg.cluster.num_nodes > 1 else world_size
     if num_ranks % tensor:
         yield f"{tensor_key} does not divide the {ranks}: start a multiple of {tensor} ranks"
+    elif ranks_of_node % tensor and ranks_of_node != world_size:
+        most = math.gcd(ranks_of_node, tensor)
+        yield f"{tensor_key} does not divide the {ranks_of_node} ranks of a node, and no engine spans nodes: use {most}"
     elif prompts % num_engines:
         fewer = prompts - prompts % num_engines
         fits = f"{fewer} or {fewer + num_engines}" if fewer else str(num_engines)

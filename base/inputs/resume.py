@@ -9,6 +9,7 @@ import json
 import operator
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,6 +148,18 @@ def resolve(cfg: Config) -> Config:
     return replace(cfg, checkpointing=replace(ckpt_cfg, resume_from=newest))
 
 
+def newest_step(cfg: Config) -> int:
+    """The step of the newest whole checkpoint that resume=auto would continue; 0 without one."""
+    runs = numbered(Path(cfg.logger.log_dir), "exp_").values()
+    if cfg.checkpointing.resume_from:
+        runs = [Path(cfg.checkpointing.resume_from)]
+    for run in runs:
+        kept = committed(checkpoint_folder(cfg.checkpointing, run))
+        if kept:
+            return read_meta(kept[0])["step"]
+    return 0
+
+
 def _found(log_dir: str, runs: list[Path], newest: str | None) -> str:
     """What was found in log_dir: runs, the newest first, and the newest of them that has a complete checkpoint."""
     if not runs:
@@ -212,3 +225,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
 def damaged(problem: str, checkpoint: Path) -> str:
     """The text of a ConfigError about a checkpoint that is not whole."""
     return f"{problem}: the checkpoint is damaged; use checkpointing.resume=auto to skip it, or remove {checkpoint}"
+
+
+if __name__ == "__main__":  # for slurm.sh: CONFIG.yaml [key.sub=value ...]
+    print(newest_step(reader.load(sys.argv[1], sys.argv[2:])))

@@ -113,7 +113,7 @@ class Peers:
         if rank is None:
             return None
         _, pid = self.processes[rank]
-        return f"crashed: {self.name(rank)} (process {pid}) is gone{_go_on(run_folder)}"
+        return f"crashed: {self.name(rank)} (process {pid}) is gone{how_to_go_on(run_folder)}"
 
 
 NO_PEERS = Peers()  # before the ranks have met
@@ -198,7 +198,7 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
         reason += place_of(error)
     has_other_hosts = any(host != host_name() for host, _ in peers.processes.values())
     if has_other_hosts:  # one of them may be gone
-        reason += _go_on(run_folder)
+        reason += how_to_go_on(run_folder)
     return EXIT_CRASH, f"crashed: {reason}"
 
 
@@ -208,7 +208,8 @@ def place_of(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
-def _go_on(run_folder: Path | None) -> str:
+def how_to_go_on(run_folder: Path | None) -> str:
+    """The end of a reason after which the run can be resumed."""
     return f"; continue with checkpointing.resume_from={run_folder}, if it has a checkpoint" if run_folder else ""
 
 

@@ -5,8 +5,11 @@ torchrun turns every failure into exit code 1 and a page of its own, but only to
 
 import json
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,11 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from base.system.disk import keep_console, say
-from base.system.exits import EXIT_CRASH, die_with_parent, host_name
+from base.system.exits import EXIT_CRASH, EXIT_HUNG, die_with_parent, host_name
+
+HUNG_SECONDS = 15.0  # for the ranks of this node to end after one of them has reported a hang
 
 
 def main(file: Path) -> int:
     """The exit code; the last line says why unless it is 0. file: where the ranks say how they ended."""
+    threading.Thread(target=end_with_hung_ranks, args=[file], daemon=True).start()
     failures: dict[int, ProcessFailure] = {}  # by rank, the first one first
     # What holds where no rank has the last word: exit() in a library or a reward function ends a rank with code 0.
     reason = "crashed: no rank reported how it ended; see the output above, or dmesg"
@@ -41,8 +47,29 @@ def main(file: Path) -> int:
     if file.exists():
         code, reason = reported_end(json.loads(file.read_text()), failures)
     if code:
-        say(f"train.sh: exit code {code}: {' '.join(reason.split())}", is_error=True)
+        say_end(code, reason)
     return code
+
+
+def say_end(code: int, reason: str) -> None:
+    say(f"train.sh: exit code {code}: {' '.join(reason.split())}", is_error=True)
+
+
+def end_with_hung_ranks(file: Path) -> None:
+    """A thread's work: ends this process, and the ranks with it, when they hang. Torchrun itself may hang by then, as
+    it asks a store on another node."""
+    while True:
+        time.sleep(1)
+        try:
+            end = json.loads(file.read_text())
+        except FileNotFoundError:
+            continue
+        code, reason = reported_end(end, {})
+        if code == EXIT_HUNG:
+            time.sleep(HUNG_SECONDS)
+            say_end(code, reason)
+            shutil.rmtree(file.parent)
+            os._exit(code)
 
 
 def reported_end(end: dict, failures: Mapping[int, ProcessFailure]) -> tuple[int, str]:

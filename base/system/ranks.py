@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,6 +115,9 @@ def start_process_group(
     # is no TF32, as an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE would have it.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
+    # Gloo alone has two connections from each rank to each other one: with 512 ranks more than the usual 1,024 files.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port that is free

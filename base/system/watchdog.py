@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from base.system.disk import describe_os_error, write_whole
-from base.system.exits import EXIT_CRASH, EXIT_HUNG, LIBRARIES, report_exit
+from base.system.exits import EXIT_CRASH, EXIT_HUNG, LIBRARIES, how_to_go_on, report_exit
+from base.system.heartbeat import start_heartbeat
 from base.system.ranks import Ranks
 from config import WatchdogConfig
 
@@ -41,6 +42,7 @@ class Watchdog:
         self.waits = False
         self.since = time.monotonic()
         self.stopped = threading.Event()
+        self.heartbeat = start_heartbeat(ranks.peers, ranks.job_rank)
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -54,7 +56,7 @@ class Watchdog:
         self.phase = phase
         self.waits = waits
         # For when the thread below cannot run because C code keeps the interpreter's lock: a thread without Python.
-        faulthandler.dump_traceback_later(self.limit() + 6 * GRACE_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(self.limit() + 3 * GRACE_SECONDS, exit=True)
 
     def limit(self) -> float:
         """Seconds that this phase may take. The first phase of a name gets more: it may compile, or capture graphs."""
@@ -68,6 +70,8 @@ class Watchdog:
     def stop(self) -> None:
         """Before this rank leaves: its end is no death."""
         self.stopped.set()
+        if self.heartbeat:
+            self.heartbeat.stop()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
@@ -79,6 +83,9 @@ class Watchdog:
             lost = self.ranks.peers.find_lost(self.run_folder)
             if lost and not self.stopped.wait(GRACE_SECONDS):
                 self._leave(EXIT_CRASH, lost)
+            silent = self.heartbeat.find_silent() if self.heartbeat else None
+            if silent:
+                self._leave(EXIT_HUNG, f"hung: {silent}{how_to_go_on(self.run_folder)}")
 
     def _end_hung(self) -> None:
         """Writes the stacks of this rank, waits for those of the others, and says who hangs."""

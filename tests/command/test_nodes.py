@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,8 @@ def played(tmp_path_factory):
 def test_slurm_passes_the_signal_on_and_queues_a_saved_run_again(played):
     work, codes, _ = played
     assert codes == [(75, True), (0, False)], (work / "batch.log").read_text()
-    ends = [f"slurm.sh: part {part} ended with exit code {code}" for part, code in ((1, 75), (2, 0))]
-    assert (work / "batch.log").read_text().splitlines() == ends
+    said = (work / "batch.log").read_text()
+    assert re.findall(r"part (\d) ended after step 0 with exit code (\d+)", said) == [("1", "75"), ("2", "0")]
 
 
 @pytest.mark.long
@@ -85,18 +86,53 @@ def test_each_node_has_a_log_and_ends_with_the_code_of_the_run(played, number):
     assert log.count(torchrun) == 2 and log.count(" --max-restarts=0 ") == 2
 
 
-@pytest.mark.parametrize(("code", "number", "again"), [(75, None, True), (75, signal.SIGTERM, False), (1, None, False)])
-def test_only_a_saved_job_that_nobody_cancelled_is_queued_again(tmp_path, code, number, again):
+@pytest.fixture
+def job(tmp_path):
+    """A job whose nodes end with the code in the file `code`, once there is a file `end`."""
     job = Job(tmp_path, ["my.yaml"])
     (tmp_path / "bin" / "srun").write_text(
-        f"#!/bin/sh\ntouch runs\nwhile [ ! -e end ]; do sleep 0.02; done\nexit {code}\n"
+        "#!/bin/sh\ntouch runs\nwhile [ ! -e end ]; do sleep 0.02; done\nexit $(cat code)\n"
     )
+    job.say_step(0)
+    return job
+
+
+QUEUED_AGAIN = [(75, None, True), (75, signal.SIGTERM, False), (1, None, True), (1, signal.SIGTERM, False)]
+QUEUED_AGAIN += [(4, None, True), (137, None, True), (2, None, False), (3, None, False), (5, None, False)]
+
+
+@pytest.mark.parametrize(("code", "number", "again"), QUEUED_AGAIN)
+def test_a_job_is_queued_again_unless_somebody_cancelled_it_or_must_mend_it(job, code, number, again):
+    (job.work / "code").write_text(str(code))
     part = job.start_part()
-    wait_until((tmp_path / "runs").exists, part)
+    wait_until((job.work / "runs").exists, part)
     if number:
         part.send_signal(number)
-    (tmp_path / "end").touch()
+    (job.work / "end").touch()
     assert (part.wait(timeout=60), job.is_queued_again()) == (code, again)
+
+
+def test_a_job_that_fails_is_queued_again_at_most_three_times_without_a_new_checkpoint(job):
+    (job.work / "end").touch()
+    (job.work / "code").write_text("1")
+    # Each part begins where the one before has ended: the script asks at both ends.
+    step_at_end_of_part = [0, 0, 5, 5, 5, 5, 5]
+    queued = []
+    for step in step_at_end_of_part:
+        (job.work / "bin" / "srun").write_text(f"#!/bin/sh\nprintf '#!/bin/sh\\necho {step}\\n' >bin/python\nexit 1\n")
+        part = job.start_part()
+        assert part.wait(timeout=60) == 1
+        queued.append(job.is_queued_again())
+    assert queued == [True, True, True, True, True, True, False]
+
+
+def test_the_log_with_the_step_lines_is_named(job):
+    """Rank 0 runs on the node whose name comes first in the alphabet, which may not be Slurm's first."""
+    (job.work / "bin" / "scontrol").write_text("#!/bin/sh\nprintf 'node-2\\nnode-10\\n'\n")
+    (job.work / "end").touch()
+    (job.work / "code").write_text("0")
+    assert job.start_part().wait(timeout=60) == 0
+    assert "tail -F slurm-4711-1.log" in (job.work / "batch.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -214,6 +250,25 @@ def test_a_run_goes_on_when_a_node_is_gone(whole, tmp_path):
     nodes = start(work, words, 2)
     assert [node.wait() for node in nodes] == [(0, f"trained to step {NUM_STEPS}")] * 2
     assert_bitwise(folder, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_node_that_falls_silent_ends_the_run(tmp_path, gone):
+    """Also the node of the rendezvous and the one of rank 0: torchrun and the ranks ask a store there."""
+    work = prepare(tmp_path)
+    folder = work / "shared" / "exp_001"
+    nodes = start(work, run_words(work, work / "shared", *LEARN, "grpo.max_num_steps=100000"))
+    wait_until(lambda: 2 in steps(folder), nodes[0].process)
+    nodes[gone].signal_all(signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        code, line = nodes[1 - gone].wait(90)
+    finally:
+        nodes[gone].signal_all(signal.SIGKILL)
+    assert code == 4 and line.startswith(f"train.sh: exit code 4: hung: node-{gone} does not answer"), line
+    assert f"continue with checkpointing.resume_from={folder}" in line
+    assert time.monotonic() - begin < 75
 
 
 @pytest.mark.long

@@ -55,6 +55,7 @@ def cuda(monkeypatch, one_rank):
         with mock.patch.object(torch.cuda, "is_available", lambda: True):
             construct(self, *args)
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(engine_module.VLLMEngine, "__init__", construct_on_cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(LLM.newest, "kernels_run", False))
     return monkeypatch
@@ -202,11 +203,16 @@ def test_arguments_on_cuda(cuda, capsys):
     options = make_engine().llm.options
     assert options["enable_sleep_mode"] and options["sleep_mode_offload_cudagraph"] and not options["enforce_eager"]
     assert options["hf_overrides"] == {"vocab_size": Tokenizer(STARTER).vocab_size, "head_dtype": "float32"}
+    assert options["enable_flashinfer_autotune"] is False and "attention_backend" not in options
+    cuda.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))  # a B200: its FlashInfer downloads kernels
+    assert make_engine(precision="bfloat16").llm.options["attention_backend"] == "FLASH_ATTN"
+    assert "attention_backend" not in make_engine().llm.options, "FlashAttention has no float32"
     assert capsys.readouterr().out == ""
     cuda.setattr(engine_module, "EngineArgs", object)  # vLLM 0.24, which also ignores the head's dtype
     rounds = property(lambda self: SimpleNamespace(head_dtype=torch.bfloat16), lambda self, value: None)
     cuda.setattr(LLM, "model_config", rounds, raising=False)
-    assert "sleep_mode_offload_cudagraph" not in make_engine(precision="bfloat16").llm.options
+    old_options = make_engine(precision="bfloat16").llm.options
+    assert not {"sleep_mode_offload_cudagraph", "enable_flashinfer_autotune"} & old_options.keys()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: this vLLM rounds logits to bfloat16")
 

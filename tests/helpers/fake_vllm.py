@@ -202,9 +202,10 @@ class FusedNames:
 
 
 class EngineArgs:
-    """Of vLLM 0.32: 0.24 has no such attribute."""
+    """Of vLLM 0.32: 0.24 has no such attributes."""
 
     sleep_mode_offload_cudagraph = False
+    enable_flashinfer_autotune = None
 
 
 class LLM:
@@ -238,6 +239,8 @@ class LLM:
         block_size: int = 16,
         max_num_batched_tokens: int = 8192,
         scheduling_policy: str = "fcfs",
+        enable_flashinfer_autotune: bool | None = None,
+        attention_backend: str | None = None,
     ):
         from transformers import AutoConfig, AutoModelForCausalLM
 

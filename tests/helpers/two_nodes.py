@@ -97,6 +97,16 @@ class Node:
         os.kill(self.process.pid, signal.SIGKILL)
         os.kill(agent, signal.SIGKILL)
 
+    def signal_all(self, number: int) -> None:
+        """To train.sh and all that it has started. SIGSTOP is a machine without power or network: no connection closes,
+        and nothing answers."""
+        pids = [self.process.pid]
+        for pid in pids:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            pids += map(int, children)
+        for pid in pids:
+            os.kill(pid, number)
+
 
 def start(work: Path, words: list[str], life: int = 0, **more: str) -> list[Node]:
     port = free_port()
@@ -134,8 +144,17 @@ class Job:
         self.env = environment(work, **more) | {"PATH": f"{write_slurm(work)}:{os.environ['PATH']}", "NPROC": "1"}
         self.env |= {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2"}
         self.env |= {"SLURM_CPUS_PER_TASK": "4", "SLURM_JOB_NODELIST": "node-[0-1]"}
+        for name in ("base", "requirements", "setup.sh", "config.py"):  # what slurm.sh needs of the shared disk
+            (work / name).symlink_to(ROOT / name)
         self.part = -1
         self.codes: list[int] = []
+
+    def say_step(self, step: int) -> None:
+        """From now on a stand-in for Python says that this is the newest checkpoint's step."""
+        python = self.work / "bin" / "python"
+        python.write_text(f"#!/bin/sh\necho {step}\n")
+        python.chmod(0o755)
+        self.env["GRPO_PYTHON"] = str(python)
 
     def start_part(self) -> subprocess.Popen:
         self.part += 1

@@ -193,8 +193,11 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):
     assert found("auto") == found("must") == str(tmp_path / "logs" / "exp_010")
     assert found("auto", resume_from=str(folder)) == str(folder)
     assert found("never") is found(None) is None
+    assert resume.newest_step(replace(cfg, checkpointing=config.CheckpointingConfig(), logger=logs)) == 10
+    assert resume.newest_step(cfg) == 10, "the run that is named"
     logs = config.LoggerConfig(log_dir=str(tmp_path / "none"))
     assert found("auto") is None
+    assert resume.newest_step(replace(cfg, checkpointing=config.CheckpointingConfig(), logger=logs)) == 0
     assert "new" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(ConfigError, match=r"checkpointing\.resume=must: no run in logger\.log_dir=.*none has"):
         found("must")

@@ -369,13 +369,16 @@ def test_a_watchdog_ends_a_run_before_a_collective_does(monkeypatch):
 
 
 @pytest.mark.slow
-def test_float32_is_no_tf32_whatever_the_image_says():
-    code = "import torch, base.system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
+def test_float32_is_no_tf32_and_files_have_no_low_limit_whatever_the_image_says():
+    code = "import resource, torch, base.system.ranks as r; r.dist.init_process_group = lambda *_, **__: None\n"
     code += "r.gather = lambda *_: ['x']; before = torch.get_float32_matmul_precision()\n"
-    code += "r.start_process_group(1); print(before, torch.get_float32_matmul_precision())"
+    code += "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+    code += "resource.setrlimit(resource.RLIMIT_NOFILE, (200, most)); r.start_process_group(1)\n"
+    code += "after = resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)\n"
+    code += "print(before, torch.get_float32_matmul_precision(), after)"
     env = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "GRPO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.stdout == "high highest\n", run.stderr
+    assert run.stdout == "high highest True\n", run.stderr
 
 
 ABORTS_IN_TEARDOWN = """

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import ends_of
 
-from base.system import watchdog
+from base.system import heartbeat, watchdog
 from base.system.exits import describe_failure, report_exit
 from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, WatchdogConfig
@@ -43,7 +43,9 @@ def open_folders(folder: Path, ranks) -> None:
 def five_steps(folder: Path, ranks, fault: str) -> None:
     if fault == "unshared disk":
         open_folders(folder, ranks)
-    watch = watchdog.Watchdog(ranks, folder, WatchdogConfig(factor=10, min_seconds=1.0, first_seconds=3.0))
+    least = 60.0 if fault == "silent" else 1.0
+    limits = WatchdogConfig(factor=10, min_seconds=least, first_seconds=3 * least)
+    watch = watchdog.Watchdog(ranks, folder, limits)
     for step in range(1, 6):
         watch.step = step
         watch.enter("generation")
@@ -56,6 +58,8 @@ def five_steps(folder: Path, ranks, fault: str) -> None:
                 ctypes.PyDLL(None).sleep(1000)  # PyDLL: C code that keeps the lock
             elif fault.startswith("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "silent":
+                os.kill(os.getpid(), signal.SIGSTOP)
             elif fault == "slow":
                 time.sleep(0.7)
         if fault == "killed" and step == 4:
@@ -69,7 +73,7 @@ def five_steps(folder: Path, ranks, fault: str) -> None:
 
 def live(folder: Path, fault: str, hosts: tuple[str, str]) -> None:
     """One rank to its end, as grpo.main has it."""
-    watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS = 0.05, 0.8
+    watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS, heartbeat.BEAT_SECONDS = 0.05, 0.8, 0.1
     os.environ["GRPO_HOST_NAME"] = hosts[int(os.environ["RANK"])]
     os.environ.pop("GRPO_EXIT_FILE", None)
     ranks, _ = start_process_group(tp_size=1)
@@ -121,6 +125,15 @@ def test_death_of_a_rank_ends_the_others(tmp_path, fault):
     go_on = re.escape(f"continue with checkpointing.resume_from={tmp_path}, if it has a checkpoint")
     assert re.fullmatch(rf"crashed: rank 1 on one \(process \d+\) is gone; {go_on}", end["reason"])
     assert outputs[0].splitlines()[-1] == f"{end['reason']} (rank 0 on one)" and "Traceback" not in outputs[0]
+
+
+def test_a_machine_that_falls_silent_is_named_before_any_limit(tmp_path):
+    """SIGSTOP: it neither beats nor closes a connection. The limits of this run are a minute."""
+    codes, end, outputs = run_ranks(tmp_path, "silent", hosts=("one", "two"))
+    assert codes == [4, -9], outputs
+    go_on = re.escape(f"continue with checkpointing.resume_from={tmp_path}, if it has a checkpoint")
+    assert re.fullmatch(rf"hung: two does not answer; {go_on}", end["reason"]) and end["host"] == "one"
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_a_run_folder_that_went_away_does_not_keep_a_stuck_run_alive(tmp_path):
