@@ -33,6 +33,10 @@ def read(system: str, name: str, table: Mapping[str, Any]) -> Values:
         tree = parse_yaml(text, name)
     if not isinstance(tree, dict):
         raise ConfigError(f"{name}: expected a mapping of keys: {table['way_out']}")
+    for key, program in table["others"].items():
+        if key in tree:
+            problem = f"written by {program}, as its key {key} tells"
+            raise ConfigError(f"{name}: {problem}; expected the config of {table['program']}")
     if system == "trl":
         values = _read_trl(tree, name, table)
     else:
@@ -53,9 +57,9 @@ def _read_trl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
 def _read_verl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
     if "defaults" in tree:
         raise ConfigError(f"{name}: hydra has yet to put the files of its `defaults` in: {table['way_out']}")
-    sections = {key.partition(".")[0] for key in (*table["keys"], *table["recorded"], *table["moved"])}
-    if not tree.keys() & sections:
-        raise ConfigError(f"{name}: it has no key of verl's: {table['way_out']}")
+    if "actor_rollout_ref" not in tree:
+        problem = f"no section actor_rollout_ref, which the config of {table['program']} has"
+        raise ConfigError(f"{name}: {problem}: {table['way_out']}")
     return _flat(tree, "", table)
 
 

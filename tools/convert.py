@@ -41,7 +41,9 @@ OLDER = "their defaults, which older versions had otherwise:"
 DIFFER = "set here, not in your config (their defaults that differ from ours, and what your keys imply):"
 LEFT = "still to be set or changed:"
 REFUSED = "these keys affect training and have no counterpart here"
-UNKNOWN = "(unknown)"  # the row of keys that only a wildcard matches
+UNKNOWN = "(unknown)"  # the row of a key that they do not have
+UNKNOWN_IN_TRAINING = "(unknown in what trains)"
+WHOLE = 100  # keys: people write fewer, and a system, even in its first versions, more
 OFF = (None, False, 0, "no")  # values with which the keys of `when` have no effect
 
 
@@ -177,12 +179,12 @@ def _translated(system: str, name: str, table: Mapping[str, Any], written: Value
     """Our keys whose values differ from our defaults. A key that they leave out has their default; a whole config, as
     they write it, leaves none out. ConfigError for values whose loss would change what is trained."""
     rows = table["keys"]
-    is_whole = len(written.keys() & table["recorded"].keys()) > len(table["recorded"]) / 2
+    is_whole = len(written) >= WHOLE
     row_names = {key: _row_of(key, table) for key in written}
     read: Values = {}
     for key, value in written.items():
         row = rows[row_names[key]]
-        if row_names[key] == UNKNOWN and not is_whole:
+        if row_names[key] in (UNKNOWN, UNKNOWN_IN_TRAINING) and not is_whole:
             _check_spelling(key, table, f"{name}: {NAMES[system]}")
         counts = row.keys() - {"same", "none"}
         if system == "verl" and counts and config_files.has_reference(value):
@@ -202,7 +204,7 @@ def _translated(system: str, name: str, table: Mapping[str, Any], written: Value
         meaning = _meaning(key, row, values, translation, table)
         ours |= meaning.keys
         if key not in read or (is_whole and _has_default(key, read[key], table)):
-            _report_default(report, key, values[key], meaning, NAMES[system])
+            _report_default(report, key, values[key], row, meaning, NAMES[system])
         else:
             asked |= meaning.keys.keys()
             _report_written(report, key, values[key], row, meaning)
@@ -229,10 +231,15 @@ def _report_written(report: Report, key: str, value: Any, row: Mapping[str, Any]
         report.add(meaning.heading, line)
 
 
-def _report_default(report: Report, key: str, value: Any, meaning: Meaning, system_name: str) -> None:
+def _report_default(
+    report: Report, key: str, value: Any, row: Mapping[str, Any], meaning: Meaning, system_name: str
+) -> None:
     """A key that they leave out, or that a whole config has with its default: named if the default is not here."""
-    if meaning.heading in (NONE, REFUSED):
-        report.add(NONE, f"{key}={text_of(value)}, {system_name}'s default: {meaning.text}")
+    line = f"{key}={text_of(value)}, {system_name}'s default: {meaning.text}"
+    if meaning.heading == REFUSED:
+        report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
+    if meaning.heading == NONE:
+        report.add(NONE, line)
 
 
 def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: Report) -> Values:
@@ -260,7 +267,7 @@ def _off(row: Mapping[str, Any]) -> str:
 
 
 def _row_of(key: str, table: Mapping[str, Any]) -> str:
-    """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else UNKNOWN."""
+    """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else one of UNKNOWN."""
     rows = table["keys"]
     if key in rows:
         return key
@@ -270,6 +277,9 @@ def _row_of(key: str, table: Mapping[str, Any]) -> str:
         for pattern in rows:
             if fnmatchcase(key, pattern):
                 return pattern
+    for section in table["trains"]:
+        if key.startswith(f"{section}."):
+            return UNKNOWN_IN_TRAINING
     return UNKNOWN
 
 

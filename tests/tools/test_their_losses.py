@@ -298,7 +298,9 @@ def words_of(system, keys):
 
 def converted(system, words, folder):
     """(our loss_fn, the report)."""
-    (folder / "theirs.yaml").write_text("algorithm: {adv_estimator: grpo}" if system == "verl" else "seed: 1")
+    (folder / "theirs.yaml").write_text(
+        "{algorithm: {adv_estimator: grpo}, actor_rollout_ref: {}}" if system == "verl" else "{}"
+    )
     report = convert(system, str(folder / "theirs.yaml"), words, str(folder / "ours.yaml"))
     assert "loss_fn" not in report.partition(LEFT)[2], report
     return reader.read(folder / "ours.yaml").cfg.loss_fn, report
