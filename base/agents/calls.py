@@ -6,9 +6,11 @@ what the chat template writes after them. Knows no HTTP and no engine.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from base.agents.wire_chat import Refused, Request, digest, link_of, read_message
 from base.hf.tokenizer import Tokenizer
+from config import DataError
 from records import Completion, Sample, SamplingOptions, sample_seed
 
 CHARS_PER_TOKEN = 64  # no text has more of them
@@ -19,7 +21,8 @@ class Call:
     """A prompt and, once it has ended, the engine's completion. parent: the call whose reply the prompt goes on from.
     ask: number of the request. links: digests of what the template gets beside the messages, and of each message but
     the one with which the reply goes on. seed: of what was asked and how often, never of when. sent: what a stream has
-    told of the reply. reply: the message that the agent got; reply_links: of the forms in which it may send it back."""
+    told of the reply. reply: the message that the agent got; read_reply: as the template gets it; reply_links: of the
+    forms in which the agent may send it back."""
 
     parent: "Call | None"
     ask: int
@@ -30,6 +33,7 @@ class Call:
     completion: Completion | None = None
     sent: str = ""
     reply: dict = field(default_factory=dict)
+    read_reply: dict = field(default_factory=dict)
     reply_links: set[bytes] = field(default_factory=set)
 
     @property
@@ -43,6 +47,7 @@ class Call:
     def add_reply(self, message: dict, contents: Iterable[str]) -> None:
         """From now on a call can go on from the reply. contents: the texts that the message may come back with."""
         self.reply = message
+        self.read_reply = read_message(message)
         if self.request.train is False:
             return
         for content in contents:
@@ -109,13 +114,21 @@ class Rollout:
             return tokenizer.render(messages, tools, escape=True, **options)
         reply_at = len(parent.links) - 1  # a link is the tools'
         before = list(messages[:reply_at])
-        # What the template makes of the replies before is cut off; it may refuse to write their calls.
-        for call in known:
-            if len(call.links) < len(parent.links):
-                before[len(call.links) - 1] = {"role": "assistant", "content": ""}
-        reply_ids = parent.completion.ids
         after = messages[reply_at + 1 :]
-        return parent.ids + tokenizer.observation_ids(before, reply_ids, after, tools, **options)
+        own = [call for call in known if len(call.links) < len(parent.links)]  # of whose replies it goes on, too
+        for call in own:
+            before[len(call.links) - 1] = call.read_reply
+        calling = parent.read_reply if "tool_calls" in parent.read_reply else None
+        add = partial(tokenizer.observation_ids, reply_ids=parent.completion.ids, observation=after, tools=tools)
+        try:
+            return parent.ids + add(before, calling=calling, **options)
+        except DataError:
+            if calling is None and not any("tool_calls" in call.read_reply for call in own):
+                raise
+        # What the template makes of the replies is cut off: it may refuse their calls (two at once: Llama's).
+        for call in own:
+            before[len(call.links) - 1] = {"role": "assistant", "content": ""}
+        return parent.ids + add(before, **options)
 
     def _cut_call(self, links: Sequence[bytes], reply_link: bytes) -> Call | None:
         """The call with these messages and this reply, which only the limit of tokens ended."""

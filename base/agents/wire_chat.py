@@ -4,6 +4,7 @@ refusals. No wire knows tokens, HTTP or the engine.
 
 import hashlib
 import json
+import string
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -15,6 +16,8 @@ from config import shortened
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # kind -> its key
 MESSAGE_FORM = "expected {role, content} with a text or parts of text, and tool_calls of {function: {name, arguments}}"
+CALL_ID_LETTERS = string.ascii_letters + string.digits
+MAX_DEPTH = 100  # of arguments; templates, digests and JSON's writers follow them with a call for each bracket
 TOOL_FORM = "expected {type: function, function: {name, description, parameters}}"
 Count = Annotated[int, Field(ge=1)] | None
 Text = Annotated[str, Field(min_length=1)]
@@ -36,18 +39,22 @@ class Refused(Exception):
 
 
 def read_message(message: dict) -> dict:
-    """A message as chat templates take it: content a text, arguments an object. What clients add (audio, null) goes.
-    Raises ValueError, and what else a message of another form may raise."""
+    """A message as chat templates take it: content a text, or null where the message only calls tools; arguments an
+    object. What clients add (audio, null) goes. Raises ValueError, and what else a message of another form may raise.
+    """
     role = message["role"]
     if role not in ROLES:
         raise ValueError(f"role {role!r:.80}: served are {', '.join(ROLES)}")
-    content, thoughts = _read_content(message.get("content") or "")
+    given = message.get("content")
+    content, thoughts = _read_content(given or "")
     read = {"role": ROLES[role], "content": content}
     if thoughts:
         read["reasoning_content"] = thoughts
     calls = [_read_call(call) for call in message.get("tool_calls") or ()]
     if calls:
         read["tool_calls"] = calls
+        if not content and not isinstance(given, str):
+            read["content"] = None
     for key in ("name", "tool_call_id", "reasoning_content"):
         if message.get(key):
             read[key] = message[key]
@@ -78,18 +85,39 @@ def _read_call(call: dict) -> dict:
     arguments = call["function"].get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = read_arguments(arguments)
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    read = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id") is None:
+        return read
+    return {"id": call["id"]} | read
 
 
 def read_arguments(text: str) -> Any:
-    """What the JSON says. Where it is none, or says what no tokenizer can encode, the template gets the text as it is.
-    Raises RecursionError."""
+    """What the JSON says. Where it is none, says what no tokenizer can encode, or has too many brackets in brackets for
+    those who read it again, the template gets the text as it is."""
     try:
         arguments = json.loads(text)
         json.dumps(arguments, ensure_ascii=False).encode()
-    except ValueError:
+    except (ValueError, RecursionError):
+        return text
+    if _is_deeper(arguments, MAX_DEPTH):
         return text
     return arguments
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether it has more than `depth` objects and lists in one another."""
+    level = [value]
+    for _ in range(depth):
+        level = [entry for part in level for entry in _entries(part)]
+    return any(isinstance(part, dict | list) for part in level)
+
+
+def _entries(value: Any) -> list:
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def _read_messages(messages: list[dict]) -> list[dict]:
@@ -180,7 +208,8 @@ def digest(value: Any) -> bytes:
 def link_of(message: dict) -> bytes:
     """Of what must be equal for a message to be the same. Reasoning does not count: few clients send it back."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    return digest([message["role"], message["content"].strip(), calls, message.get("tool_call_id")])
+    content = message["content"] or ""
+    return digest([message["role"], content.strip(), calls, message.get("tool_call_id")])
 
 
 # ------------------------------------------------------------------------------------------------------------- replies
@@ -217,7 +246,7 @@ class Reply:
     def calls(self) -> list[dict]:
         """The tool calls with their ids."""
         return [
-            {"type": "function", "id": f"call_{self.seed:012x}_{number}", "index": number, "function": call}
+            {"type": "function", "id": _call_id(self.seed, number), "index": number, "function": call}
             for number, call in enumerate(self.tool_calls)
         ]
 
@@ -239,6 +268,16 @@ class Reply:
             likeliest = [other.object for other in self.likeliest[number]] if self.likeliest else []
             entries.append(token.object | {"top_logprobs": likeliest})
         return entries
+
+
+def _call_id(seed: int, number: int) -> str:
+    """Of a tool call: nine letters and digits, which is what Mistral's templates take."""
+    value = int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little")
+    letters = []
+    for _ in range(9):
+        value, letter = divmod(value, len(CALL_ID_LETTERS))
+        letters.append(CALL_ID_LETTERS[letter])
+    return "".join(letters)
 
 
 class Delta(NamedTuple):

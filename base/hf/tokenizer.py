@@ -8,10 +8,11 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 """
 
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -29,6 +30,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 # `{% generation %}` marks the assistant's words. Only its scope matters here: the sampled tokens are trained on.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
+HALF_A_TAG = re.compile(r"[<\[][^<>\[\]]*\Z")  # with which two texts may go on alike
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
 Nested = dict | list | tuple | str | float | bool | None  # what messages, tools and template arguments are made of
@@ -68,9 +70,8 @@ class Tokenizer:
         if settings_file.exists():
             self.settings = read_json(settings_file)
         special = self._special_tokens()
-        self.names: dict[str, Nested] = {"documents": None, **special}
-        if template_kwargs:
-            self.names |= template_kwargs
+        self.template_kwargs = template_kwargs or {}
+        self.names: dict[str, Nested] = {"documents": None, **special, **self.template_kwargs}
         # The start's date for the whole run, even past midnight. The time of day would differ between ranks.
         self.now = datetime.combine(datetime.now(), datetime.min.time())
         self.templates = {}
@@ -170,6 +171,26 @@ class Tokenizer:
         self.starts = tuple(starts)
         self.ends = tuple(ends)
 
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The token that the template writes behind an assistant's message; None if it writes none there."""
+        hole = chr(PRIVATE_USE.start)
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": hole}]
+        try:
+            _, found, behind = self._render_template(talk, None, {}, False).rpartition(hole)
+        except DataError:
+            return None
+        if not found:
+            return None
+        ends = [token_id for token_id, token in self.added.items() if token and behind.lstrip().startswith(token)]
+        return max(ends, key=lambda token_id: len(self.added[token_id]), default=None)
+
+    @property
+    def turn_ends(self) -> list[str]:
+        """The tokens that end an assistant's turn."""
+        ids = [*self.eos_token_ids, self.turn_end]
+        return [self.added[token_id] for token_id in ids if token_id in self.added]
+
     def control_tokens(self, value: Nested) -> Iterator[str]:
         """The control tokens in the strings of `value`, which may be nested in dicts and lists, in order."""
         for string in _strings(value):
@@ -211,7 +232,7 @@ class Tokenizer:
         on. Control tokens are escaped. template_kwargs, max_tokens: as in `render`. Raises DataError if the template
         refuses the messages or leaves out the last one."""
         *before, last = messages
-        hole = _unused_character([messages, tools, template_kwargs])
+        [hole] = _unused_characters([messages, tools, template_kwargs])
         opened = {**last, "content": last["content"] + hole}
         text = self._write([*before, opened], tools, False, template_kwargs, escape=True)
         if hole not in text:
@@ -242,26 +263,32 @@ class Tokenizer:
         observation: Dicts,
         tools: Dicts | None = None,
         *,
+        calling: dict | None = None,
         template_kwargs: dict | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
         """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
 
         messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
-        character in its place. Its sampled end token is not repeated. Control tokens in the observation are escaped.
-        Where a template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
-        template_kwargs, max_tokens: as in `render`. Raises DataError if the template refuses the observation or leaves
-        out the reply.
+        character in its place; or `calling`, the message of a reply that calls tools, with the character in its last
+        call. The reply's sampled end token is not repeated. Control tokens in the observation are escaped. Where a
+        template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
+        template_kwargs, max_tokens: as in `render`. Raises DataError if the template refuses the observation, or leaves
+        out the reply or a message of the observation.
         """
-        hole = _unused_character([messages, observation, tools, template_kwargs])
-        reply = {"role": "assistant", "content": hole}
-        text = self._write([*messages, reply, *observation], tools, True, template_kwargs, escape=True)
-        if hole not in text:
-            raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
-        text = encodable(text[text.rindex(hole) + 1 :])
         end = ""
         if len(reply_ids) > 0:
             end = self.added.get(int(reply_ids[-1]), "")
+        hole, mark = _unused_characters([messages, calling, observation, tools, template_kwargs], 2)
+        behind = partial(self._behind, hole, mark, observation, tools, template_kwargs)
+        text = None
+        if calling is not None:
+            text = behind([*messages, _with_hole(calling, hole)], [end, *self.turn_ends])
+        if text is None:
+            text = behind([*messages, {"role": "assistant", "content": hole}])
+        if text is None:
+            raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
+        text = encodable(text)
         if end:
             text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
         # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
@@ -270,6 +297,37 @@ class Tokenizer:
         if whole[: len(before)] == before:
             return whole[len(before) :]
         return self._encode(text, max_tokens)
+
+    def _behind(
+        self,
+        hole: str,
+        mark: str,
+        observation: Dicts,
+        tools: Dicts | None,
+        template_kwargs: dict | None,
+        messages: Dicts,
+        ends: Sequence[str] = (),
+    ) -> str | None:
+        """What the template writes behind the messages, the last of which has the hole; None if it does not write it.
+        mark: a character that nothing has, either. ends: where the hole stands in a call, the tokens one of which ends
+        the reply; without one the reply ends with the marks that close the call."""
+        write = partial(self._write, tools=tools, template_kwargs=template_kwargs, escape=True)
+        text = write([*messages, *observation], add_generation_prompt=True)
+        if hole not in text:
+            return None
+        behind = text[text.rindex(hole) + 1 :]
+        texts = [message["content"] for message in observation if isinstance(message["content"], str)]
+        if not all(content.strip() in behind for content in texts):  # written in another way?
+            marked = write([*messages, *(_marked(message, mark) for message in observation)], add_generation_prompt=True)
+            if marked[marked.rindex(hole) :].count(mark) < len(texts):
+                raise DataError(f"the chat template leaves out a message behind a reply: {observation!r:.200}")
+        if not ends:
+            return behind
+        alone = write(messages, add_generation_prompt=False)
+        closing = os.path.commonprefix([behind, alone[alone.rindex(hole) + 1 :]])
+        closing = HALF_A_TAG.sub("", closing)
+        places = [closing.index(token) for token in ends if token and token in closing]
+        return behind[min(places, default=len(closing)) :]
 
     def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
         """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this
@@ -346,15 +404,18 @@ class Tokenizer:
         self, messages: list[dict], tools: list[dict] | None, template_kwargs: dict, add_generation_prompt: bool
     ) -> str:
         if not self.templates:
-            return "".join(message["content"] for message in messages)
+            return "".join(message["content"] or "" for message in messages)
         template = self.templates["default"]
         if tools and "tool_use" in self.templates:
             template = self.templates["tool_use"]
-        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return template.render(self.names | template_kwargs | values)
-        except Exception as error:  # a template is a program
-            raise DataError(f"the chat template refuses {messages!r:.200}: {describe(error)}") from error
+        values = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        refusal = None
+        for form in _forms(messages):
+            try:
+                return template.render(self.names | template_kwargs | values | {"messages": form})
+            except Exception as error:  # a template is a program
+                refusal = refusal or error
+        raise DataError(f"the chat template refuses {messages!r:.200}: {describe(refusal)}") from refusal
 
     def _first_difference(self, text: str, escaped_text: str) -> str | None:
         """The first control token that only one of the two texts has at its place."""
@@ -389,15 +450,61 @@ def _escaped_token(match: re.Match) -> str:
     return token[0] + ESCAPE
 
 
-def _unused_character(value: Nested) -> str:
-    """A character for private use that no string in `value` has."""
+def _unused_characters(value: Nested, number: int = 1) -> list[str]:
+    """As many characters for private use that no string in `value` has."""
     used = set()
     for string in _strings(value):
         used.update(string)
+    unused = []
     for code in PRIVATE_USE:
         if chr(code) not in used:
-            return chr(code)
+            unused.append(chr(code))
+        if len(unused) == number:
+            return unused
     raise DataError("the messages use all characters for private use")
+
+
+def _marked(message: dict, mark: str) -> dict:
+    if isinstance(message["content"], str):
+        return message | {"content": mark + message["content"]}
+    return message
+
+
+def _with_hole(calling: dict, hole: str) -> dict:
+    """The message with the hole at the end of its last call."""
+    *others, last = calling["tool_calls"]
+    arguments = last["function"]["arguments"]
+    if isinstance(arguments, dict):
+        filled = {**arguments, hole: hole}
+    else:
+        filled = f"{arguments}{hole}"
+    last = last | {"function": last["function"] | {"arguments": filled}}
+    return calling | {"tool_calls": [*others, last]}
+
+
+def _forms(messages: list[dict]) -> Iterator[list[dict]]:
+    """The messages; and where they call tools, as templates ask for them that refuse these: with arguments as JSON
+    texts (DeepSeek's), and with an empty text for a content that is null."""
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_texts(message) for message in messages]
+        messages = [message | {"content": message["content"] or ""} for message in messages]
+        yield messages
+        yield [_with_texts(message) for message in messages]
+
+
+def _with_texts(message: dict) -> dict:
+    """With the arguments of its calls as JSON texts."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(call | {"function": function | {"arguments": arguments}})
+    if not calls:
+        return message
+    return message | {"tool_calls": calls}
 
 
 def encodable(text: str) -> str:
