@@ -166,31 +166,38 @@ class VLLMEngine:
         priority number comes first."""
         assert self.weight_version >= 0, "start() before a sync(): the weights are dummies, or dropped by sleep()"
         request_ids = [str(next(self.next_id)) for _ in prompts]
-        for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
-            params = SamplingParams(
-                temperature=options.temperature,
-                top_p=options.top_p,
-                top_k=options.top_k or 0,  # vLLM's word for no limit
-                max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
-                stop_token_ids=[*self.stop_token_ids, *options.stop_token_ids],
-                logprobs=options.top_logprobs,  # besides the sampled token's
-                flat_logprobs=True,  # lists, not a dict and an object per token
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                seed=seed if options.temperature > 0 else None,
-            )
-            request: dict = {"prompt_token_ids": prompt}
-            if not self.rebuilds_cache:  # blocks of older weights stay in the prefix cache, for older requests only
-                request["cache_salt"] = str(self.weight_version)
-            self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
-            self.versions_by_request[request_id] = [(self.weight_version, 0)]
-            strings = (*(self.stop_strings or ()), *options.stop_strings)
-            if strings:
-                # vLLM's own search needs transformers' tokenizer, and all text decoded
-                state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
-                ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, strings)
-                state.detokenizer.update = ends
+        try:
+            for request_id, prompt, seed in zip(request_ids, prompts, seeds, strict=True):
+                self._add(request_id, prompt, seed, options, priority)
+        except Exception:  # vLLM refuses a value: none of them is under way
+            self.abort(request_ids)
+            raise
         return request_ids
+
+    def _add(self, request_id: str, prompt: list[int], seed: int, options: SamplingOptions, priority: int) -> None:
+        params = SamplingParams(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k or 0,  # vLLM's word for no limit
+            max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
+            stop_token_ids=[*self.stop_token_ids, *options.stop_token_ids],
+            logprobs=options.top_logprobs,  # besides the sampled token's
+            flat_logprobs=True,  # lists, not a dict and an object per token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            seed=seed if options.temperature > 0 else None,
+        )
+        request: dict = {"prompt_token_ids": prompt}
+        if not self.rebuilds_cache:  # blocks of older weights stay in the prefix cache, for older requests only
+            request["cache_salt"] = str(self.weight_version)
+        self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
+        self.versions_by_request[request_id] = [(self.weight_version, 0)]
+        strings = (*(self.stop_strings or ()), *options.stop_strings)
+        if strings:
+            # vLLM's own search needs transformers' tokenizer, and all text decoded
+            state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
+            ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, strings)
+            state.detokenizer.update = ends
 
     def wait(self, request_ids: Sequence[str], *, may_stop: bool = True) -> list[Completion]:
         """The completions of these requests. Other requests continue meanwhile. Raises as `advance` does."""

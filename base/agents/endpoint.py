@@ -16,6 +16,7 @@ from base.agents.parser import Parsed
 from base.agents.server import Asked, Gone, Server
 from base.agents.wire_chat import Answer, Delta, Refused, Reply, Request, Token
 from base.hf.tokenizer import Tokenizer
+from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks
 from config import DataError
 from envs import StepResult
@@ -23,18 +24,23 @@ from records import Completion, Engine, Sample, SamplingOptions
 
 IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
 LEAST_LOGP = -9999.0  # JSON has no infinity; vLLM's own server writes this number, too
-# What a request's own messages cause. StopIteration: they use all of Unicode.
-FAULTS_OF_THE_REQUEST = (DataError, RecursionError, StopIteration)
+FAULTS_OF_THE_REQUEST = (DataError, RecursionError)  # what a request's own messages cause
+PARSERS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 
 
 class Parser(Protocol):
     """parser.ReplyParser."""
 
     needs_special_tokens: bool
+    reads_calls: bool
 
-    def content_of_beginning(self, text: str, tools: list[dict] | None) -> str: ...
+    def content_of_beginning(
+        self, text: str, tools: list[dict] | None, template_kwargs: dict | None, prompt_ids: Sequence[int]
+    ) -> str: ...
 
-    def __call__(self, text: str, tools: list[dict] | None) -> Parsed: ...
+    def __call__(
+        self, text: str, tools: list[dict] | None, template_kwargs: dict | None, prompt_ids: Sequence[int]
+    ) -> Parsed: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +67,7 @@ class Endpoint:
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.streams: dict[str, Stream] = {}  # by the engine's request ids
+        self.has_seen_tools = False
         self.server: Server | None = None
         if ranks.leads_engine:
             addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
@@ -157,6 +164,7 @@ class Endpoint:
             self._answer(asked.number, Refused("no running rollout has this key", 404, "not_found"))
             return
         try:
+            self._check_stop_ids(request)
             calls = rollout.ask(asked.number, request, asked.num_bytes, self.tokenizer)
         except Refused as refused:
             self._answer(asked.number, refused)
@@ -180,11 +188,36 @@ class Endpoint:
         )
         prompts = [call.prompt_ids for call in calls]
         seeds = [call.seed for call in calls]
-        request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
+        try:
+            request_ids = self.engine.start(prompts, seeds, options, rollout.priority)
+        except (StopRun, Interrupted):
+            raise
+        except Exception as error:  # the values are the client's
+            rollout.forget(asked.number)
+            self._answer(asked.number, Refused(f"the engine refuses the request: {error!s:.300}"))
+            return
         self.running[asked.number] = dict(zip(request_ids, calls, strict=True))
+        if self.server and request.callable_tools and not self.has_seen_tools:
+            self._note_lost_tools(request.tools)
         if request.stream:
             for index, (request_id, call) in enumerate(zip(request_ids, calls, strict=True)):
                 self.streams[request_id] = Stream(asked.number, index, seeds[-1], call)
+
+    def _check_stop_ids(self, request: Request) -> None:
+        for token_id in request.stop_token_ids or ():
+            if token_id >= self.engine.vocab_size:
+                size = self.engine.vocab_size
+                raise Refused(f"stop_token_ids: {token_id} is outside of the model's vocabulary of {size} tokens")
+
+    def _note_lost_tools(self, tools: list[dict]) -> None:
+        """Tells the user, at the first request with tools, why none may ever be called."""
+        self.has_seen_tools = True
+        if not self.parse.reads_calls:
+            fix = f"select the parser of the model's family by {PARSERS}.tool_parser"
+            self.server.note(f"NOTE: an agent sends tools, but no parser reads calls: they stay text; {fix}")
+        if not self.tokenizer.shows_tools(tools):
+            fix = "the agent's own prompt must describe them, or policy.tokenizer.chat_template write them"
+            self.server.note(f"NOTE: an agent sends tools, but the chat template does not write them: {fix}")
 
     def _tell_streams(self) -> None:
         """Tells what the replies have gained, each when it is longer by an eighth. So what it costs to decode a reply
@@ -198,7 +231,7 @@ class Endpoint:
             call = stream.call
             text = self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
             text = certain_text(text, call.request.stop or ())
-            text = self.parse.content_of_beginning(text, call.request.callable_tools)
+            text = self.parse.content_of_beginning(text, *_asked_of(call))
             if len(text) > len(call.sent) and text.startswith(call.sent):
                 gained = text[len(call.sent) :]
                 call.sent = text
@@ -216,19 +249,19 @@ class Endpoint:
         if self.server:  # else another rank has the clients
             self.server.tell(number, answer)
 
-    def _fail(self, number: int, error: Exception) -> None:
-        """This program failed at a request, which costs no other."""
+    def _fail(self, number: int, error: Exception, *, is_of_reply: bool = False) -> None:
+        """This program failed at a request, or at the reply, which costs no other."""
         for rollout in self.rollouts.values():
             rollout.forget(number)
         if self.server:
-            self.server.tell(number, self.server.fault(error))
+            self.server.tell(number, self.server.fault(error, is_of_reply=is_of_reply))
 
     def _reply(self, number: int, calls: list[Call]) -> None:
         """Answers a request whose calls have ended."""
         try:
             replies = [self._read(call) for call in calls]
         except Exception as error:
-            self._fail(number, error)
+            self._fail(number, error, is_of_reply=True)
             return
         self._answer(number, Answer(calls[0].prompt_ids, replies))
 
@@ -240,7 +273,7 @@ class Endpoint:
         text = self._text_of(completion, request)
         found = [(text.index(string), string) for string in request.stop or () if string in text]
         length, cut_at = min(found, default=(len(text), None))
-        parsed = self.parse(text[:length], request.callable_tools)
+        parsed = self.parse(text[:length], *_asked_of(call))
         content = parsed.content
         # A parser may drop the text before a call; bytes may be a character alone, and none beside those that follow.
         if call.sent:
@@ -278,6 +311,11 @@ class Endpoint:
         return self.tokenizer.decode(ids, special=self.parse.needs_special_tokens)
 
 
+def _asked_of(call: Call) -> tuple[list[dict] | None, dict | None, list[int]]:
+    """What decides how a reply is read: the tools, the template's arguments and the prompt's ids."""
+    return call.request.callable_tools, call.request.chat_template_kwargs, call.prompt_ids
+
+
 def _num_likeliest(request: Request) -> int:
     """How many tokens at each place the client wants to see, besides the sampled one."""
     if request.logprobs and request.top_logprobs:
@@ -290,7 +328,8 @@ def certain_text(text: str, stop_strings: Sequence[str]) -> str:
     text = text.rstrip("\ufffd")
     size = len(text)
     for string in stop_strings:
-        for start in range(1, len(string)):
-            if text.endswith(string[:start]):
-                size = min(size, len(text) - start)
+        for start in range(max(0, len(text) - len(string) + 1), size):
+            if string.startswith(text[start:]):
+                size = start
+                break
     return text[:size]

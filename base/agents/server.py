@@ -1,7 +1,8 @@
 """The thread that speaks HTTP with the agents of an engine. It moves JSON, and knows no tokens.
 
 One hostile text costs one request. What is the request's own fault is a 400; an exception of this program is a 500 that
-no client repeats. It is said in a line and counted, and too many of them end the run.
+no client repeats. It is said in a line and counted, and too many of them end the run; what it fails at because of what
+the policy writes is not counted.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from base.agents.wire_anthropic import Messages
 from base.agents.wire_chat import Answer, Chat, Conversations, Delta, Refused, Request
@@ -33,6 +35,7 @@ from config import shortened
 MAX_BYTES = 16 << 20  # of a request
 KEEP_ALIVE_SECONDS = 10.0  # between comments in a stream that has nothing to say yet
 LINGER_SECONDS = 5.0  # a worker's next rollout may begin at once, on the connection of the last one
+RESET_SECONDS = 0.2  # in which a client that has left answers a word
 MAX_FAULTS = 100  # requests of a run that this program, and not the client, failed
 # Anthropic's clients add /v1 to their base URL, OpenAI's do not.
 PATH = re.compile(r"(?P<method>GET|POST) /rollout/(?P<key>\w+)(/v1){0,2}/(?P<name>[a-z].*)")
@@ -102,6 +105,26 @@ class Gone(NamedTuple):
     number: int
 
 
+class Connection(HttpToolsProtocol):
+    """A client may close its side behind a request and still read the answer. One that has left closes it, too: it has
+    no place for a word in between, which every client else passes over, and resets the connection."""
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays open."""
+        cycle = self.cycle
+        if cycle is None or cycle.more_body or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        if not cycle.response_started and not self.pipeline and cycle.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(RESET_SECONDS, self._end_if_reset)
+        return True
+
+    def _end_if_reset(self) -> None:
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+
+
 class Server:
     """is_open: whether a key is a running rollout's. note: tells the user something once. addresses: to listen at, with
     one port."""
@@ -120,6 +143,7 @@ class Server:
         settings = uvicorn.Config(
             self._serve,
             interface="asgi3",
+            http=Connection,
             ws="none",
             lifespan="off",
             proxy_headers=False,
@@ -163,12 +187,16 @@ class Server:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *args)
 
-    def fault(self, error: Exception) -> Refused:
-        """The answer to a request at which this program failed."""
+    def fault(self, error: Exception, *, is_of_reply: bool = False) -> Refused:
+        """The answer to a request at which this program failed; is_of_reply: at the policy's reply."""
         text = "".join(traceback.format_exception_only(error)).strip()
         problem = f"{text:.300}{place_of(error)}"
-        self.faults.append(problem)
-        say(f"WARNING: a request of an agent failed ({len(self.faults)} so far): {problem}", is_error=True)
+        if not is_of_reply:
+            self.faults.append(problem)
+            say(f"WARNING: a request of an agent failed ({len(self.faults)} so far): {problem}", is_error=True)
+        elif problem not in self.noted and len(self.noted) < MAX_NOTES:
+            self.noted.add(problem)
+            say(f"WARNING: a reply cannot be given to an agent, and is not trained: {problem}", is_error=True)
         return Refused(f"the endpoint failed: {problem}", 500, "server_error")
 
     def hang_up(self, key: str) -> None:
@@ -257,9 +285,11 @@ class Server:
             if isinstance(news, ClientDisconnect):
                 raise news
             return _json(wire.reply(news))
-        except Exception:
+        except Exception as error:
             self.inbox.put(Gone(key, number))
-            raise
+            if isinstance(error, ClientDisconnect):
+                raise
+            raise self.fault(error, is_of_reply=True) from error
 
     async def _stream(
         self, key: str, number: int, wire: Wire, news: Delta | Answer | Refused | None
@@ -281,7 +311,7 @@ class Server:
             self.inbox.put(Gone(key, number))
             if not isinstance(error, Exception):  # the client has gone
                 raise
-            yield wire.stream_failure(self.fault(error))
+            yield wire.stream_failure(self.fault(error, is_of_reply=True))
         finally:
             del self.waiting[number]
 

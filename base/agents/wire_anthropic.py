@@ -15,7 +15,7 @@ from base.agents.wire_chat import (
     Refused,
     Reply,
     Request,
-    Text,
+    StopStrings,
     read_arguments,
     read_body,
 )
@@ -38,7 +38,7 @@ class Body(BaseModel):
     tools: list[dict] | None = None
     tool_choice: dict | None = None
     max_tokens: Count = None
-    stop_sequences: list[Text] | None = None
+    stop_sequences: StopStrings | None = None
     stream: bool | None = None
     chat_template_kwargs: dict | None = None
     train: bool | None = None

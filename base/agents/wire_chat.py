@@ -20,7 +20,8 @@ CALL_ID_LETTERS = string.ascii_letters + string.digits
 MAX_DEPTH = 100  # of arguments; templates, digests and JSON's writers follow them with a call for each bracket
 TOOL_FORM = "expected {type: function, function: {name, description, parameters}}"
 Count = Annotated[int, Field(ge=1)] | None
-Text = Annotated[str, Field(min_length=1)]
+# vLLM is told of none: between two steps, a reply's end is compared with each.
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)] | None
 
 
@@ -155,8 +156,8 @@ class Request(BaseModel):
     n: Count = None
     max_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     max_completion_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
-    stop: Annotated[list[Text], BeforeValidator(_as_list)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31)]] | None = None
+    stop: Annotated[StopStrings, BeforeValidator(_as_list)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     logprobs: bool | None = None

@@ -8,7 +8,6 @@ added tokens that look like `<|this|>`. Other added tokens (`<think>`) are words
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -191,6 +190,14 @@ class Tokenizer:
         ids = [*self.eos_token_ids, self.turn_end]
         return [self.added[token_id] for token_id in ids if token_id in self.added]
 
+    def shows_tools(self, tools: Dicts) -> bool:
+        """Whether the template writes the tools into a prompt; True where it refuses the shortest one."""
+        talk = [{"role": "user", "content": "a"}]
+        try:
+            return self._render_template(talk, list(tools), {}, True) != self._render_template(talk, None, {}, True)
+        except DataError:
+            return True
+
     def control_tokens(self, value: Nested) -> Iterator[str]:
         """The control tokens in the strings of `value`, which may be nested in dicts and lists, in order."""
         for string in _strings(value):
@@ -318,14 +325,14 @@ class Tokenizer:
         behind = text[text.rindex(hole) + 1 :]
         texts = [message["content"] for message in observation if isinstance(message["content"], str)]
         if not all(content.strip() in behind for content in texts):  # written in another way?
-            marked = write([*messages, *(_marked(message, mark) for message in observation)], add_generation_prompt=True)
-            if marked[marked.rindex(hole) :].count(mark) < len(texts):
+            marked = [_marked(message, mark) for message in observation]
+            text = write([*messages, *marked], add_generation_prompt=True)
+            if text[text.rindex(hole) :].count(mark) < len(texts):
                 raise DataError(f"the chat template leaves out a message behind a reply: {observation!r:.200}")
         if not ends:
             return behind
         alone = write(messages, add_generation_prompt=False)
-        closing = os.path.commonprefix([behind, alone[alone.rindex(hole) + 1 :]])
-        closing = HALF_A_TAG.sub("", closing)
+        closing = HALF_A_TAG.sub("", _common_start(behind, alone[alone.rindex(hole) + 1 :]))
         places = [closing.index(token) for token in ends if token and token in closing]
         return behind[min(places, default=len(closing)) :]
 
@@ -462,6 +469,15 @@ def _unused_characters(value: Nested, number: int = 1) -> list[str]:
         if len(unused) == number:
             return unused
     raise DataError("the messages use all characters for private use")
+
+
+def _common_start(one: str, other: str) -> str:
+    size = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        size += 1
+    return one[:size]
 
 
 def _marked(message: dict, mark: str) -> dict:

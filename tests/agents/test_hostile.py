@@ -223,10 +223,10 @@ def test_a_fault_of_ours_is_one_500_that_no_client_repeats_and_too_many_stop_the
 
 
 def test_a_reply_that_cannot_be_read_is_a_fault_and_is_not_trained(case, monkeypatch, capfd):
-    def parse(text, tools):
+    def parse(text, tools, *_):
         raise OSError("no parser")
 
-    parse.needs_special_tokens = False
+    parse.needs_special_tokens = parse.reads_calls = False
     monkeypatch.setattr(case.endpoint, "parse", parse)
     key, url = case.endpoint.open((1,), OPTIONS, -1, 10)
     [answer] = serve(case.endpoint, [lambda: post(url, {"messages": USER})])

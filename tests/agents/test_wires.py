@@ -32,7 +32,7 @@ QUESTIONS = ("1+7?", "Sure?", "So?", "Bye.")
 LONG = SamplingOptions(0.8, 400)
 
 
-def parse(text, tools):
+def parse(text, tools, *_):
     """Every third reply begins with a thought; with tools, every second has two calls."""
     reasoning = "hm" if tools and len(text) % 3 == 0 else None
     if tools and len(text) % 2 == 0:
@@ -41,8 +41,8 @@ def parse(text, tools):
     return Parsed(reasoning, text, [])
 
 
-parse.needs_special_tokens = True
-parse.content_of_beginning = lambda text, tools: "" if tools else text
+parse.needs_special_tokens = parse.reads_calls = True
+parse.content_of_beginning = lambda text, tools, *_: "" if tools else text
 
 
 @pytest.fixture

@@ -1,0 +1,348 @@
+"""Conversations with tools through chat templates: at each turn an agent's prompt is what transformers renders.
+
+Of the templates here, each has a trait of a family; the real ones are those of npm's tokenizers, and of a folder of
+*.jinja files, such as vLLM's examples: `GRPO_TEMPLATES=FOLDER tests/run.sh --long tests/agents/test_templates.py`.
+"""
+
+import json
+import os
+import re
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import jinja2
+import numpy as np
+import pytest
+import tokenizers
+from real_tokenizers import archive_of
+from tokenizers import decoders, models, pre_tokenizers
+
+from base.agents.calls import Rollout
+from base.agents.wire_anthropic import Messages
+from base.agents.wire_chat import Reply, Request, read_message
+from base.agents.wire_responses import Responses
+from base.hf.tokenizer import Tokenizer
+from config import DataError
+
+REAL = ("qwen2_5", "qwen3", "llama3_1", "llama3_2", "mistral_nemo", "deepseek_v3")
+TAKE_TURNS = (  # of Mistral: messages that call are no turns, ids have nine letters
+    "{{ bos_token }}{% for m in messages | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.tool_calls is defined "
+    "%}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    "{{ (c.function | tojson) + c.id + (']' + eos_token if loop.last else ', ') }}{% endfor %}{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ '[TOOL_RESULTS]' + m.content + "
+    "'[/TOOL_RESULTS]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+NULL_CALLS = (  # of DeepSeek's: only a null content shows calls, which open the list of results; arguments are texts
+    "{% set ns = namespace(first=true, open=false) %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '<|user|>' + m.content }}{% elif m.role == 'tool' %}{% if ns.first %}{{ '<|outputs|>' }}{% endif %}"
+    "{% set ns.first = false %}{% set ns.open = true %}{{ '<|output|>' + m.content }}{% else %}{{ '<|outputs_end|>' if ns.open "
+    "else '<|assistant|>' }}{% set ns.open = false %}{% if m.content is none %}{% set ns.first = true %}{% for c in "
+    "m.tool_calls %}{{ '<|call|>' + c.function.name + '\n' + c.function.arguments + '\n```' }}{% endfor %}{% else %}"
+    "{{ m.content }}{% endif %}{{ eos_token }}{% endif %}{% endfor %}{% if ns.open %}{{ '<|outputs_end|>' }}"
+    "{% elif add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NO_END = (  # of Apertus': nothing ends a turn that calls, and the results of all calls are in one list
+    "{% set ns = namespace(num=0) %}{% for m in messages %}{% if m.role == 'tool' %}{{ ', ' if ns.num else '[' }}"
+    "{% set ns.num = ns.num + 1 %}{{ m.content }}{% if loop.last or messages[loop.index0 + 1].role != 'tool' and not "
+    "messages[loop.index0 + 1].tool_calls %}{{ ']' }}{% endif %}{% else %}{{ '<|' + m.role + '|>' if m.role != 'assistant' "
+    "else '' }}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<|call|>' + (c.function | tojson) + '<|/call|>' }}"
+    "{% endfor %}{{ '<|end|>' if not m.tool_calls }}{% endif %}{% endfor %}{{ '<|go|>' if add_generation_prompt }}"
+)
+PARAMETERS = (  # of Qwen's coder: an argument is an element, not JSON; the first result opens a turn of the user's
+    "{{ (tools | tojson(indent=2) + '\n') if tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n' if "
+    "messages[loop.index0 - 1].role != 'tool' }}{{ '<r>' + m.content + '</r>' }}{% if loop.last or messages[loop.index0 + 1]"
+    ".role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') | trim }}"
+    "{% for c in m.tool_calls or [] %}{{ '<f=' + c.function.name + '>' }}{% for key, value in c.function.arguments | items %}"
+    "{{ '<p=' + key + '>' }}{{ value }}{{ '</p>' }}{% endfor %}{{ '</f>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+ONE_CALL = (  # of Llama's: it raises at two calls
+    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}{{ m.tool_calls[0].function | tojson }}{% else %}"
+    "{{ m.content if m.role != 'tool' else m.content | tojson }}{% endif %}{{ '<|eot|>' }}{% endfor %}"
+    "{{ '<|start|>assistant\n' if add_generation_prompt }}"
+)
+CALLS_LEFT_OUT = (  # of SmolLM2's and many others
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+OWN = {name: text for name, text in globals().items() if name.isupper() and isinstance(text, str) and "{%" in text}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f'{name}s <b>two</b> & says "é"',
+            "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "x"}}},
+        },
+    }
+    for name in ("search", "add")
+]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def says(text, *calls, **more):
+    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {}) | more
+
+
+def call(name, call_id, **arguments):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(text, call_id, name):
+    return {"role": "tool", "content": text, "tool_call_id": call_id, "name": name}
+
+
+ONE, TWO, THREE = "aaaaaaaaa", "bbbbbbbbb", "ccccccccc"
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALKS = {  # the last words of each reply are found again by SAID
+    "calls in a row": [
+        user("count"),
+        says(None, call("search", ONE, a="SAID1")),
+        result("HEARD1", ONE, "search"),
+        says(None, call("add", TWO, a="é", b=[3, {"c": "SAID2"}])),
+        result('{"sum": "HEARD2"}', TWO, "add"),
+        says("so SAID3"),
+        user("HEARD3"),
+        says(None, call("search", THREE, a="SAID4")),
+        result("HEARD4", THREE, "search"),
+        says("SAID5"),
+        user("HEARD5"),
+        says("end"),
+    ],
+    "two at once": [
+        SYSTEM,
+        user("count"),
+        says(None, call("search", ONE, a="x"), call("add", TWO, a="SAID1", b=2)),
+        result("HEARD1", ONE, "search"),
+        result("HEARD1", TWO, "add"),
+        says("SAID2"),
+        user("HEARD2"),
+        says("end"),
+    ],
+    "words and a call": [
+        user("count"),
+        says("I look.", call("search", ONE, a="SAID1")),
+        result("HEARD1", ONE, "search"),
+        says("And add.", call("add", TWO, a="SAID2")),
+        result("HEARD2", TWO, "add"),
+        says("end"),
+    ],
+    "no arguments, thoughts": [
+        SYSTEM,
+        user("count"),
+        says(None, call("search", ONE), reasoning_content="hm"),
+        result("HEARD1", ONE, "search"),
+        says("SAID2", reasoning_content="aha"),
+        user("HEARD2"),
+        says("end"),
+    ],
+}
+
+
+def tokenizers_of(folder, template):
+    """(ours, transformers'): an id per byte, and one for each mark of the template."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    marks = re.findall(r"<[|\uff5c][^<>{}'\"]*?>|<[^<>{}'\"| ]*?\|>|\[/?[A-Z_]{3,}\]|</?\w+_of_turn>", template)
+    backend.add_special_tokens(list(dict.fromkeys(["<s>", "</s>", *marks])))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+    return Tokenizer(folder, template), theirs
+
+
+def with_texts(messages):
+    """With arguments as OpenAI's clients have them, which DeepSeek's templates ask for."""
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
+
+
+def rendered(theirs, messages, opening=True):
+    """transformers' text; None if it refuses the messages in each form that a dataset may have them in."""
+    without_null = [message | {"content": message["content"] or ""} for message in messages]
+    for form in (messages, with_texts(messages), without_null, with_texts(without_null)):
+        try:
+            return theirs.apply_chat_template(form, tools=TOOLS, add_generation_prompt=opening, tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            continue
+    return None
+
+
+def found(call):
+    try:
+        return call()
+    except DataError:
+        return None
+
+
+def add_reply(asked, message, text, tokenizer):
+    ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+    zeros = np.zeros(len(ids), np.float32)
+    asked.completion = SimpleNamespace(ids=np.int32(ids), logps=zeros, versions=zeros, finish_reason="stop")
+    asked.add_reply(with_texts([message])[0], [message["content"] or ""])
+
+
+def check_talk(talk, ours, theirs):
+    """Each turn of an agent that keeps the whole conversation. The reply is what the template writes for its message.
+    Returns the number of turns that are the whole text of transformers, and of those that are its end: from the reply's
+    end on, where the template rewrites what was before."""
+    rollout = Rollout((1,), 1 << 20, 100)
+    counts = {"whole": 0, "end": 0, "refused": 0}
+    last_reply = -1
+    for number, message in enumerate(talk):
+        if message["role"] != "assistant":
+            continue
+        messages = talk[:number]
+        want = rendered(theirs, messages)
+        row = found(lambda: ours.render(messages, TOOLS))  # noqa: B023
+        assert row is None or want is None or ours.backend.decode(row, skip_special_tokens=False) == want
+        request = Request.model_validate_json(json.dumps({"messages": with_texts(messages), "tools": TOOLS}))
+        asked = found(lambda: rollout.ask(number, request, 10, ours))  # noqa: B023
+        if asked is None or want is None:
+            counts["refused"] += 1
+            break
+        [asked] = asked
+        text = ours.backend.decode(asked.prompt_ids, skip_special_tokens=False)
+        before = 0
+        if counts["whole"] + counts["end"]:
+            assert asked.parent is not None
+            before = len(asked.parent.ids)
+        if text == want:
+            counts["whole"] += 1
+        else:
+            added = ours.backend.decode(asked.prompt_ids[before:], skip_special_tokens=False)
+            assert want.endswith(added), (want, added)
+            new = re.findall(r"HEARD\d", json.dumps(messages[last_reply + 1 :]))
+            assert re.findall(r"HEARD\d", added) == new, (want, added)
+            counts["end"] += 1
+        whole = rendered(theirs, [*messages, message], opening=False)
+        reply = "x"
+        if whole is not None and whole.startswith(want):
+            reply = whole[len(want) :].rstrip()
+        last_reply = number
+        if not reply.endswith(tuple(ours.turn_ends)):
+            reply += ours.turn_ends[-1]
+        add_reply(asked, message, reply, ours)
+    return counts
+
+
+@pytest.mark.parametrize("talk", TALKS)
+@pytest.mark.parametrize("name", OWN)
+def test_r3_each_turn_with_tools_is_what_transformers_renders(tmp_path, name, talk):
+    counts = check_talk(TALKS[talk], *tokenizers_of(tmp_path, OWN[name]))
+    is_refused = name == "TAKE_TURNS" and TALKS[talk][0] is SYSTEM  # by transformers, too
+    assert (counts["refused"] > 0) == (is_refused or (name, talk) == ("ONE_CALL", "two at once"))
+    assert counts["whole"] + counts["end"] >= 1 - is_refused
+
+
+def test_r3_two_results_in_a_row_by_hand(tmp_path):
+    """As the report has them: the second result opens the list again, and no turn is refused."""
+    talk = TALKS["calls in a row"][:5]
+    for name, ending in (("NULL_CALLS", '<|outputs|><|output|>{"sum": "HEARD2"}<|outputs_end|>'), ("TAKE_TURNS", None)):
+        ours, theirs = tokenizers_of(tmp_path, OWN[name])
+        ending = ending or '[TOOL_RESULTS]{"sum": "HEARD2"}[/TOOL_RESULTS]'
+        rollout = Rollout((1,), 1 << 20, 100)
+        for number in (1, 3, 5):
+            messages = with_texts(talk[:number])
+            [asked] = rollout.ask(number, Request.model_validate({"messages": messages, "tools": TOOLS}), 10, ours)
+            if number < 5:
+                add_reply(asked, talk[number], "sampled in a form of its own</s>", ours)
+        text = ours.backend.decode(asked.prompt_ids, skip_special_tokens=False)
+        assert text.endswith(f"sampled in a form of its own</s>{ending}")
+        assert rendered(theirs, talk).endswith(ending)
+
+
+@pytest.mark.parametrize("end", ["</s>", "", "<|eot|>"])
+def test_what_follows_a_call_that_was_cut_or_ended_otherwise(tmp_path, end):
+    """The template's own end is added where the policy has not sampled it."""
+    ours, _ = tokenizers_of(tmp_path, PARAMETERS + "{# <|eot|> #}")
+    reply = ours.backend.encode("<f=search>" + end, add_special_tokens=False).ids
+    calling = says(None, call("search", ONE, a="1"))
+    ids = ours.observation_ids([user("?")], reply, [result("r", ONE, "search")], TOOLS, calling=calling)
+    text = ours.backend.decode(ids, skip_special_tokens=False)
+    assert text == "<|im_end|>\n<|im_start|>user\n<r>r</r><|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_result_that_the_template_leaves_out_is_refused(tmp_path):
+    """The policy would never see it. vLLM's template for GLM-4 is of this kind."""
+    ours, _ = tokenizers_of(
+        tmp_path, "{% for m in messages if m.role != 'tool' %}{{ m.content or '' }}</s>{% endfor %}"
+    )
+    for calling in (None, says(None, call("search", ONE))):
+        with pytest.raises(DataError, match="leaves out a message"):
+            ours.observation_ids([user("?")], [5], [result("r", ONE, "search")], calling=calling)
+    assert ours.observation_ids([user("?")], [5], [user("r")])
+
+
+@pytest.mark.long
+def test_r3_real_templates(tmp_path):
+    templates = {}
+    for name in REAL:
+        with tarfile.open(archive_of(name, tmp_path)) as archive:
+            text = json.load(archive.extractfile("package/models/tokenizer_config.json"))["chat_template"]
+        templates[name] = (
+            text if isinstance(text, str) else {part["name"]: part["template"] for part in text}["default"]
+        )
+    for file in sorted(Path(os.environ.get("GRPO_TEMPLATES", tmp_path)).rglob("*.jinja")):
+        text = file.read_text(encoding="utf-8")
+        if "tool" in text and "strftime_now('%Y-%m-%d %H" not in text:  # the time of the day is midnight's here
+            templates[file.stem] = text
+    num_with_tools = 0
+    for number, (name, template) in enumerate(templates.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        all_counts = [check_talk(talk, *tokenizers_of(folder, template)) for talk in TALKS.values()]
+        counts = {key: sum(part[key] for part in all_counts) for key in ("whole", "end", "refused")}
+        print(f"{name}: {counts}")
+        num_with_tools += counts["whole"] + counts["end"] >= 8
+    assert num_with_tools >= len(REAL)
+    print(f"{num_with_tools} of {len(templates)} templates serve conversations with tools")
+
+
+# ------------------------------------------------------------------------------------------------ messages of clients
+
+
+def test_r5_a_null_content_stays_null_beside_calls(tmp_path):
+    asked = says(None, call("search", ONE, a="1"))
+    assert read_message(asked)["content"] is None
+    for content in ("", "x"):
+        assert read_message(asked | {"content": content})["content"] == content
+    assert read_message(says(None))["content"] == ""
+    item = {"type": "function_call", "call_id": ONE, "name": "search", "arguments": '{"a": "1"}'}
+    block = {"type": "tool_use", "id": ONE, "name": "search", "input": {"a": "1"}}
+    bodies = [
+        Responses(json.dumps({"input": [user("?"), item]}).encode(), {}),
+        Messages(json.dumps({"messages": [user("?"), says([block]), user("!")]}).encode(), {}),
+    ]
+    ours, theirs = tokenizers_of(tmp_path, NULL_CALLS)
+    for body in bodies:
+        message = body.request.messages[1]
+        assert message == read_message(asked)
+        text = ours.backend.decode(ours.render([user("?"), message]), skip_special_tokens=False)
+        assert '<|call|>search\n{"a": "1"}\n```' in text
+        assert text == rendered(theirs, [user("?"), asked])
+
+
+def test_r4_ids_of_calls_have_nine_letters():
+    ids = set()
+    for seed in range(50):
+        tool_calls = [{"name": "f", "arguments": "{}"}, {"name": "f", "arguments": "{}"}]
+        reply = Reply(seed, None, None, tool_calls, "stop", None, [], [], [])
+        assert [made["id"] for made in reply.calls] == [made["id"] for made in reply.calls]
+        ids.update(made["id"] for made in reply.calls)
+    assert len(ids) == 100 and all(re.fullmatch("[a-zA-Z0-9]{9}", made) for made in ids)
