@@ -26,50 +26,8 @@ from base.hf.tokenizer import Tokenizer
 from config import DataError
 
 REAL = ("qwen2_5", "qwen3", "llama3_1", "llama3_2", "mistral_nemo", "deepseek_v3")
-TAKE_TURNS = (  # of Mistral: messages that call are no turns, ids have nine letters
-    "{{ bos_token }}{% for m in messages | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}{% endfor %}"
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}{% elif m.tool_calls is defined "
-    "%}{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
-    "{{ (c.function | tojson) + c.id + (']' + eos_token if loop.last else ', ') }}{% endfor %}{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}{{ '[TOOL_RESULTS]' + m.content + "
-    "'[/TOOL_RESULTS]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
-)
-NULL_CALLS = (  # of DeepSeek's: only a null content shows calls, which open the list of results; arguments are texts
-    "{% set ns = namespace(first=true, open=false) %}{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{{ '<|user|>' + m.content }}{% elif m.role == 'tool' %}{% if ns.first %}{{ '<|outputs|>' }}{% endif %}"
-    "{% set ns.first = false %}{% set ns.open = true %}{{ '<|output|>' + m.content }}{% else %}{{ '<|outputs_end|>' if ns.open "
-    "else '<|assistant|>' }}{% set ns.open = false %}{% if m.content is none %}{% set ns.first = true %}{% for c in "
-    "m.tool_calls %}{{ '<|call|>' + c.function.name + '\n' + c.function.arguments + '\n```' }}{% endfor %}{% else %}"
-    "{{ m.content }}{% endif %}{{ eos_token }}{% endif %}{% endfor %}{% if ns.open %}{{ '<|outputs_end|>' }}"
-    "{% elif add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-NO_END = (  # of Apertus': nothing ends a turn that calls, and the results of all calls are in one list
-    "{% set ns = namespace(num=0) %}{% for m in messages %}{% if m.role == 'tool' %}{{ ', ' if ns.num else '[' }}"
-    "{% set ns.num = ns.num + 1 %}{{ m.content }}{% if loop.last or messages[loop.index0 + 1].role != 'tool' and not "
-    "messages[loop.index0 + 1].tool_calls %}{{ ']' }}{% endif %}{% else %}{{ '<|' + m.role + '|>' if m.role != 'assistant' "
-    "else '' }}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '<|call|>' + (c.function | tojson) + '<|/call|>' }}"
-    "{% endfor %}{{ '<|end|>' if not m.tool_calls }}{% endif %}{% endfor %}{{ '<|go|>' if add_generation_prompt }}"
-)
-PARAMETERS = (  # of Qwen's coder: an argument is an element, not JSON; the first result opens a turn of the user's
-    "{{ (tools | tojson(indent=2) + '\n') if tools }}{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\n' if "
-    "messages[loop.index0 - 1].role != 'tool' }}{{ '<r>' + m.content + '</r>' }}{% if loop.last or messages[loop.index0 + 1]"
-    ".role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}{% else %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') | trim }}"
-    "{% for c in m.tool_calls or [] %}{{ '<f=' + c.function.name + '>' }}{% for key, value in c.function.arguments | items %}"
-    "{{ '<p=' + key + '>' }}{{ value }}{{ '</p>' }}{% endfor %}{{ '</f>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-)
-ONE_CALL = (  # of Llama's: it raises at two calls
-    "{% for m in messages %}{{ '<|start|>' + m.role + '\n' }}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
-    "{{ raise_exception('one call at once') }}{% endif %}{{ m.tool_calls[0].function | tojson }}{% else %}"
-    "{{ m.content if m.role != 'tool' else m.content | tojson }}{% endif %}{{ '<|eot|>' }}{% endfor %}"
-    "{{ '<|start|>assistant\n' if add_generation_prompt }}"
-)
-CALLS_LEFT_OUT = (  # of SmolLM2's and many others
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
-)
-OWN = {name: text for name, text in globals().items() if name.isupper() and isinstance(text, str) and "{%" in text}
+FOLDER = Path(__file__).resolve().parents[1] / "helpers" / "tool_templates"
+OWN = {file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))}
 TOOLS = [
     {
         "type": "function",
@@ -203,7 +161,7 @@ def check_talk(talk, ours, theirs):
     end on, where the template rewrites what was before."""
     rollout = Rollout((1,), 1 << 20, 100)
     counts = {"whole": 0, "end": 0, "refused": 0}
-    last_reply = -1
+    last_reply, said, whole = -1, "", None
     for number, message in enumerate(talk):
         if message["role"] != "assistant":
             continue
@@ -229,12 +187,16 @@ def check_talk(talk, ours, theirs):
             assert want.endswith(added), (want, added)
             new = re.findall(r"HEARD\d", json.dumps(messages[last_reply + 1 :]))
             assert re.findall(r"HEARD\d", added) == new, (want, added)
+            if said and said in want and whole is not None:  # up to the end of the reply, and not further
+                left = want[: -len(added)].rpartition(said)[2]
+                assert whole.rpartition(said)[2].startswith(left), (want, added)
             counts["end"] += 1
         whole = rendered(theirs, [*messages, message], opening=False)
         reply = "x"
         if whole is not None and whole.startswith(want):
             reply = whole[len(want) :].rstrip()
         last_reply = number
+        said = (re.findall(r"SAID\d", json.dumps(message)) or [""])[-1]
         if not reply.endswith(tuple(ours.turn_ends)):
             reply += ours.turn_ends[-1]
         add_reply(asked, message, reply, ours)
@@ -245,15 +207,15 @@ def check_talk(talk, ours, theirs):
 @pytest.mark.parametrize("name", OWN)
 def test_r3_each_turn_with_tools_is_what_transformers_renders(tmp_path, name, talk):
     counts = check_talk(TALKS[talk], *tokenizers_of(tmp_path, OWN[name]))
-    is_refused = name == "TAKE_TURNS" and TALKS[talk][0] is SYSTEM  # by transformers, too
-    assert (counts["refused"] > 0) == (is_refused or (name, talk) == ("ONE_CALL", "two at once"))
+    is_refused = name == "take_turns" and TALKS[talk][0] is SYSTEM  # by transformers, too
+    assert (counts["refused"] > 0) == (is_refused or (name, talk) == ("one_call", "two at once"))
     assert counts["whole"] + counts["end"] >= 1 - is_refused
 
 
 def test_r3_two_results_in_a_row_by_hand(tmp_path):
     """As the report has them: the second result opens the list again, and no turn is refused."""
     talk = TALKS["calls in a row"][:5]
-    for name, ending in (("NULL_CALLS", '<|outputs|><|output|>{"sum": "HEARD2"}<|outputs_end|>'), ("TAKE_TURNS", None)):
+    for name, ending in (("null_calls", '<|outputs|><|output|>{"sum": "HEARD2"}<|outputs_end|>'), ("take_turns", None)):
         ours, theirs = tokenizers_of(tmp_path, OWN[name])
         ending = ending or '[TOOL_RESULTS]{"sum": "HEARD2"}[/TOOL_RESULTS]'
         rollout = Rollout((1,), 1 << 20, 100)
@@ -270,7 +232,7 @@ def test_r3_two_results_in_a_row_by_hand(tmp_path):
 @pytest.mark.parametrize("end", ["</s>", "", "<|eot|>"])
 def test_what_follows_a_call_that_was_cut_or_ended_otherwise(tmp_path, end):
     """The template's own end is added where the policy has not sampled it."""
-    ours, _ = tokenizers_of(tmp_path, PARAMETERS + "{# <|eot|> #}")
+    ours, _ = tokenizers_of(tmp_path, "{#- <|eot|> #}" + OWN["parameters"])
     reply = ours.backend.encode("<f=search>" + end, add_special_tokens=False).ids
     calling = says(None, call("search", ONE, a="1"))
     ids = ours.observation_ids([user("?")], reply, [result("r", ONE, "search")], TOOLS, calling=calling)
@@ -329,7 +291,7 @@ def test_r5_a_null_content_stays_null_beside_calls(tmp_path):
         Responses(json.dumps({"input": [user("?"), item]}).encode(), {}),
         Messages(json.dumps({"messages": [user("?"), says([block]), user("!")]}).encode(), {}),
     ]
-    ours, theirs = tokenizers_of(tmp_path, NULL_CALLS)
+    ours, theirs = tokenizers_of(tmp_path, OWN["null_calls"])
     for body in bodies:
         message = body.request.messages[1]
         assert message == read_message(asked)
