@@ -36,11 +36,13 @@ class PackLayout:
     """Where the segments of a pack lie, and the keys that each of them sees. Made once for all forwards of the pack, on
     the host, so that no forward waits for the device. The tensors are int32."""
 
+    bounds: list[int]  # [S+1], of the segments
+    prefixes: list[int]  # [S]
     runs: list[tuple[int, int, int]]  # neighbours of one shape: (how many, queries, keys)
     most: tuple[int, int]  # most queries, most keys of a segment
     cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
-    key_rows: tuple[Tensor, ...]  # of all keys: row_M, and both tensors of `GatherRows`' order; () without a prefix
+    key_rows: tuple[Tensor, ...]  # of all keys, as `rows_to_gather`; () without a prefix
 
     @classmethod
     def of(
@@ -59,18 +61,29 @@ class PackLayout:
             rows_S.append(rows)
         shapes = [(int(queries), len(rows)) for queries, rows in zip(queries_S, rows_S, strict=True)]
         cu_keys = np.cumsum([0, *(keys for _, keys in shapes)])
-        key_rows = []
+        key_rows = ()
         if max(prefixes) >= 0:
-            row_M = np.concatenate(rows_S)
-            starts_T = np.append(0, np.bincount(row_M).cumsum())
-            key_rows = [row_M, row_M.argsort(kind="stable"), starts_T]
+            key_rows = rows_to_gather(np.concatenate(rows_S), num_tokens, device)
         return cls(
+            bounds=bounds.tolist(),
+            prefixes=prefixes,
             runs=[(len(list(run)), *shape) for shape, run in groupby(shapes)],
             most=(max(queries for queries, _ in shapes), max(keys for _, keys in shapes)),
             cu_queries=on_device(bounds.astype(np.int32), device),
             cu_keys=on_device(cu_keys.astype(np.int32), device),
-            key_rows=tuple(on_device(array.astype(np.int32), device) for array in key_rows),
+            key_rows=key_rows,
         )
+
+    def rows(self, segment: int) -> np.ndarray:
+        """Of the pack."""
+        return np.arange(self.bounds[segment], self.bounds[segment + 1])
+
+
+def rows_to_gather(row_M: np.ndarray, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """row_M and its order, as `GatherRows` takes them, of a tensor with `num_rows` rows. int32."""
+    starts = np.append(0, np.bincount(row_M, minlength=num_rows).cumsum())
+    arrays = row_M, row_M.argsort(kind="stable"), starts
+    return tuple(on_device(array.astype(np.int32), device) for array in arrays)
 
 
 class GatherRows(torch.autograd.Function):

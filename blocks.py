@@ -4,6 +4,7 @@ The only file that imports transformers; the native families and `--check` do wi
 code, and nothing else does:
 
     attention    `attention.packed_attention`, with the scale of the layer and the window that its mask asks for
+    state        the convolution and the recurrence of `state`
     precision    as in `model.Block`: the residual stream in float32, each norm in float32 and rounded once, matmuls in
                  the dtype of their weights
     recompute    each layer's forward, inside of the module that FSDP wraps
@@ -23,8 +24,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from attention import PackLayout, packed_attention
 from base.hf.model_config import ModelConfig
 from loss import Metrics
+from state import over_packs
 
 PACKED = "packed"  # our attention's name in transformers
+# What `window_of_mask` would say, and that nothing is padding: of the types of layers in models with state.
+MASK_OF_TYPES = {"full_attention": (None,), "linear_attention": None, "conv": None}
 
 
 def window_of_mask(*, local_size: int | None = None, use_vmap: bool = False, **_) -> tuple[int | None]:
@@ -67,7 +71,9 @@ class TransformersBody(nn.Module):
 
     def __init__(self, config: ModelConfig, *, recompute: bool | int = False):
         super().__init__()
-        hf_config = AutoConfig.for_model(**config.hf)
+        fields = dict(config.hf)
+        fields.pop("time_step_limit", None)  # from 0 to infinity; transformers 5 writes that as it does not read it
+        hf_config = AutoConfig.for_model(**fields)
         # Not the dtype of config.json: the parameters are the master weights.
         causal = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED, dtype=torch.float32)
         if config.num_experts:
@@ -76,41 +82,52 @@ class TransformersBody(nn.Module):
         self.parts_of = [base]
         self.num_experts = config.num_experts
         self.counts: dict[int, Tensor] = {}  # layer -> tokens of each expert
+        embedding = base.get_input_embeddings()
         for name, part in base.named_children():
-            self.add_module(name, part)
-        self.embed_tokens.register_forward_hook(_widen)
+            self.add_module("embed_tokens" if part is embedding else name, part)
+        embedding.register_forward_hook(_widen)
+        final_norm = self.get_submodule(config.family.final_norm)
         for module in self.modules():
             if _is_norm(module):
-                scale = logit_scale(hf_config) if module is self.norm else 1.0
+                scale = logit_scale(hf_config) if module is final_norm else 1.0
                 module.register_forward_pre_hook(_widen_input)
                 module.register_forward_hook(partial(_round_output, scale=scale))
             if isinstance(module, nn.LayerNorm):
                 module.forward = partial(_layer_norm, module)
         self.routers = []
+        self.has_state = config.family.state is not None
         for number, layer in enumerate(self.layers):
-            mlp = "mlp"
             if config.has_experts(number):
-                mlp, router_name, _ = config.family.experts.router.computed.split(".")
-                router = layer.get_submodule(mlp).get_submodule(router_name)
+                router_name = config.family.experts.router.computed.removesuffix(".weight")
+                router = layer.get_submodule(router_name)
                 router.register_forward_pre_hook(_widen_input)
                 router.register_forward_hook(partial(self._count, number))
                 self.routers.append(router)
-            for part in (layer.self_attn, layer.get_submodule(mlp)):
-                part.register_forward_pre_hook(_round_input, with_kwargs=True)
+            if "state" in config.layers[number]:
+                mixer = layer.get_submodule(config.family.state.module)
+                mixer.forward = over_packs(mixer)
+            for part in layer.children():
+                if not _is_norm(part) and _has_weights(part):
+                    part.register_forward_pre_hook(_round_input, with_kwargs=True)
             if recompute is True or number < recompute:
                 layer.forward = partial(_recomputed, layer.forward)
 
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """hidden_TD, whose product with the output layer's weight is the logits."""
         (base,) = self.parts_of
-        # Without a mask of padding transformers looks for sequences in the positions, and waits for the device.
-        no_padding_T = torch.ones_like(token_T, dtype=torch.bool)
+        mask: Tensor | dict
+        if self.has_state:
+            mask = MASK_OF_TYPES  # transformers would look for padding in a tensor, and wait for the device
+        else:
+            # Without a mask of padding transformers looks for sequences in the positions, and waits for the device.
+            mask = torch.ones_like(token_T, dtype=torch.bool)[None]
         out = type(base).forward(
             base,
             input_ids=token_T[None],
-            attention_mask=no_padding_T[None],
+            attention_mask=mask,
             position_ids=position_T[None],
             layout=layout,
+            seq_idx=layout,  # LFM2's layers hand on nothing else
             use_cache=False,
         )
         return out.last_hidden_state[0]
@@ -145,12 +162,14 @@ class TransformersBody(nn.Module):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
             if module._non_persistent_buffers_set:
-                base._init_weights(module)
+                # Falcon H1 computes those of its mixers, whose parameters are not to be drawn, as the model's own.
+                base._init_weights(base if module._parameters else module)
 
 
 def logit_scale(hf_config: PreTrainedConfig) -> float:
-    """What transformers multiplies the logits by, in Cohere, or divides them by, in Granite."""
-    return getattr(hf_config, "logit_scale", 1.0) / getattr(hf_config, "logits_scaling", 1.0)
+    """What transformers multiplies the logits by, in Cohere and Falcon H1, or divides them by, in Granite."""
+    factor = getattr(hf_config, "logit_scale", 1.0) * getattr(hf_config, "lm_head_multiplier", 1.0)
+    return factor / getattr(hf_config, "logits_scaling", 1.0)
 
 
 def _recomputed(forward, *args, **kwargs):
@@ -163,6 +182,10 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and hasattr(module, "weight")
 
 
+def _has_weights(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -172,7 +195,8 @@ def _widen(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
 
 
 def _widen_input(module: nn.Module, args: tuple) -> tuple:
-    return (_widened(args[0]),)
+    """And not the gate of a norm that has one."""
+    return (_widened(args[0]), *args[1:])
 
 
 def _round_output(module: nn.Module, args: tuple, out: Tensor, *, scale: float) -> Tensor:

@@ -4,6 +4,7 @@ A family is listed once it has passed the tests that docs/families.md names; tha
 torch, so that `grpo.py --check` answers in a second.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -11,12 +12,20 @@ from typing import Literal, NamedTuple
 from config import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
+VECTORS = ("A_log", "D", "dt_bias")  # of a recurrence, a number for each head
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron's pattern
+OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # until transformers 5
 NATIVE = ("llama", "qwen2", "qwen3")  # `model.Body` computes these
 
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 POST_NORM = ("post_attention_layernorm", "post_feedforward_layernorm")
 GEMMA_NORMS = (*PRE_NORM, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 GLM4_NORMS = (*PRE_NORM, "post_self_attn_layernorm", "post_mlp_layernorm")
+MLP_NAMES = {
+    "gated": ("gate_proj", "up_proj", "down_proj"),
+    "gate and up fused": ("gate_up_proj", "down_proj"),
+    "plain": ("up_proj", "down_proj"),
+}
 
 
 class Switch(NamedTuple):
@@ -25,12 +34,17 @@ class Switch(NamedTuple):
     field: str
     default: bool = False
 
+    def is_on(self, hf: dict) -> bool:
+        return bool(hf.get(self.field, self.default))
+
 
 ATTENTION_BIAS = Switch("attention_bias")
 MLP_BIAS = Switch("mlp_bias")
 USE_BIAS = Switch("use_bias")
 ALWAYS = Switch("", True)
 USE_WINDOW = Switch("use_sliding_window")
+MAMBA_BIAS = Switch("mamba_proj_bias")
+MAMBA_CONV_BIAS = Switch("mamba_conv_bias", True)
 
 
 class Names(NamedTuple):
@@ -42,22 +56,27 @@ class Names(NamedTuple):
 
 
 GATE = Names("mlp.gate.weight", "mlp.gate.weight", "mlp.gate.weight")
+GRANITE_ROUTER = Names(
+    "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """How a family names its experts. In transformers' model those of a layer are two tensors, `computed`.gate_up_proj
     [E, 2F, D] and `computed`.down_proj [E, D, F]. A checkpoint has three matrices of each, [F, D] twice and [D, F],
-    under `stored`.NUMBER; or, if `together` names them, the two tensors.
+    under `stored`.NUMBER; or, if `together` names them, the two tensors. Without `gate` there are two, and
+    `computed`.up_proj [E, F, D].
 
     inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size;
     shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts.
-    correction_bias: the router has one, a buffer.
+    correction_bias: the router has one, a buffer. may_be_none: the field with their number may be 0. Names are within a
+    layer.
     """
 
     stored: str = "mlp.experts"
     computed: str = "mlp.experts"
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     together: tuple[str, str] | None = None
@@ -69,16 +88,22 @@ class Experts:
     shared_gate: str | None = None
     dense_first: str | None = None
     correction_bias: bool = False
+    may_be_none: bool = False
 
     @property
     def computed_pair(self) -> tuple[str, str]:
         """The two tensors of a layer, in transformers' model."""
-        return f"{self.computed}.gate_up_proj", f"{self.computed}.down_proj"
+        first = "up_proj" if self.gate is None else "gate_up_proj"
+        return f"{self.computed}.{first}", f"{self.computed}.down_proj"
 
-    def names(self, number: int) -> tuple[str, str, str]:
-        """The checkpoint's names of the gate, up and down matrices of expert `number`, within its layer."""
-        prefix = f"{self.stored}.{number}"
-        return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
+    @property
+    def matrices(self) -> list[str]:
+        """Of an expert in a checkpoint, the last of which is [D, F], the others [F, D]."""
+        return [name for name in (self.gate, self.up, self.down) if name is not None]
+
+    def names(self, number: int) -> list[str]:
+        """The checkpoint's names of the matrices of expert `number`, within its layer."""
+        return [f"{self.stored}.{number}.{matrix}.weight" for matrix in self.matrices]
 
     def sizes(self, hf: dict) -> list[str]:
         """The fields of config.json with its sizes. Of the number of experts the one that is there, or the usual."""
@@ -99,6 +124,13 @@ class Experts:
         if self.together is not None:
             for stored, computed in zip(self.together, self.computed_pair, strict=True):
                 yield Names(stored, computed, computed)
+
+
+QWEN_EXPERTS = Experts(
+    shared="mlp.shared_expert",
+    shared_size="shared_expert_intermediate_size",
+    shared_gate="mlp.shared_expert_gate",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +173,120 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """Layers of Mamba 2: their module, and the fields of config.json with their sizes. `groups` of heads have a vector
+    B and a vector C of `state` numbers each; width: of the convolution."""
+
+    module: str = "mamba"
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state: str = "mamba_d_state"
+    width: str = "mamba_d_conv"
+    chunk: str = "mamba_chunk_size"
+    norm: Switch = ALWAYS
+    conv_bias: Switch = MAMBA_CONV_BIAS
+    in_bias: Switch = MAMBA_BIAS
+    out_bias: Switch = MAMBA_BIAS
+    layer_type = "linear_attention"
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those that config.json must have."""
+        return self.heads, self.head_dim, self.groups, self.state, self.width, self.chunk
+
+    def shapes(self, hf: dict) -> Shapes:
+        """Within a layer."""
+        hidden = hf["hidden_size"]
+        heads = hf[self.heads]
+        inner = heads * hf[self.head_dim]
+        channels = inner + 2 * hf[self.groups] * hf[self.state]
+        shapes: Shapes = dict.fromkeys(VECTORS, (heads,))
+        shapes["conv1d.weight"] = (channels, 1, hf[self.width])
+        if self.conv_bias.is_on(hf):
+            shapes["conv1d.bias"] = (channels,)
+        shapes["in_proj.weight"] = (inner + channels + heads, hidden)
+        if self.in_bias.is_on(hf):
+            shapes["in_proj.bias"] = (inner + channels + heads,)
+        if self.norm.is_on(hf):
+            shapes["norm.weight"] = (inner,)
+        shapes["out_proj.weight"] = (hidden, inner)
+        if self.out_bias.is_on(hf):
+            shapes["out_proj.bias"] = (hidden,)
+        return {f"{self.module}.{name}": shape for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Layers of the gated delta rule. is_fused: two matrices for their inputs, or four."""
+
+    is_fused: bool = False
+    module = "linear_attn"
+    layer_type = "linear_attention"
+    fields = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
+
+    def shapes(self, hf: dict) -> Shapes:
+        """Within a layer."""
+        key_heads, heads, key_dim, value_dim, width = (hf[field] for field in self.fields)
+        hidden = hf["hidden_size"]
+        keys = key_heads * key_dim
+        values = heads * value_dim
+        channels = 2 * keys + values
+        shapes: Shapes = {"A_log": (heads,), "dt_bias": (heads,)}
+        shapes["conv1d.weight"] = (channels, 1, width)
+        if self.is_fused:
+            shapes["in_proj_qkvz.weight"] = (channels + values, hidden)
+            shapes["in_proj_ba.weight"] = (2 * heads, hidden)
+        else:
+            shapes["in_proj_qkv.weight"] = (channels, hidden)
+            shapes["in_proj_z.weight"] = (values, hidden)
+            shapes["in_proj_b.weight"] = (heads, hidden)
+            shapes["in_proj_a.weight"] = (heads, hidden)
+        shapes["norm.weight"] = (value_dim,)
+        shapes["out_proj.weight"] = (hidden, values)
+        return {f"{self.module}.{name}": shape for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Layers that are a convolution between two gates."""
+
+    module = "conv"
+    layer_type = "conv"
+    fields = ("conv_L_cache",)
+    bias = Switch("conv_bias")
+
+    def shapes(self, hf: dict) -> Shapes:
+        """Within a layer."""
+        hidden = hf["hidden_size"]
+        shapes: Shapes = {"conv.weight": (hidden, 1, hf["conv_L_cache"])}
+        shapes["in_proj.weight"] = (3 * hidden, hidden)
+        shapes["out_proj.weight"] = (hidden, hidden)
+        if self.bias.is_on(hf):
+            shapes |= {"conv.bias": (hidden,), "in_proj.bias": (3 * hidden,), "out_proj.bias": (hidden,)}
+        return {f"{self.module}.{name}": shape for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
     head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads. norm_tensors: how many
     float32 tensors, each as large as its input, a norm keeps for its backward; the last is for its weight's gradient.
     caps_logits: it computes final_logit_softcapping, as vLLM does.
+
+    has_query_gate: q_proj has a gate for each number that the attention returns. mlp_size: the field of config.json.
+
+    state: the layers that carry one. A layer has it, or attention, and then an MLP or experts, by its type in
+    config.json, or every `full_every`-th has attention. one_part: a layer has only one of these; hybrid: all have both.
+    embedding: what transformers' model calls it. stored_body: what names in a checkpoint begin with, in place of
+    `model.`. engine_parts: (in vLLM's names, in those of transformers' model).
     """
 
     architecture: str
@@ -159,14 +299,71 @@ class Family:
     qk_norm: Literal["none", "of a head", "of all heads"] = "none"
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     qk_norm_switch: Switch = ALWAYS
+    attention: str = "self_attn"
+    output_name: str = "o_proj"
+    has_query_gate: bool = False
     mlp: Literal["gated", "gate and up fused", "plain"] = "gated"
-    plain_names: tuple[str, str] = ("up_proj", "down_proj")
+    mlp_module: str = "mlp"
+    mlp_names: tuple[str, ...] | None = None
+    mlp_size: str = "intermediate_size"
+    mlp_is_adjusted: Switch | None = None
     mlp_bias: Switch | None = None
     head_dim: int | None = None
     is_tied: bool = False
     windows: Windows | None = None
     experts: Experts | None = None
     caps_logits: bool = False
+    final_norm: str = "norm"
+    state: Mamba | DeltaNet | ShortConv | None = None
+    full_every: int | None = None
+    one_part: bool = False
+    hybrid: bool = False
+    embedding: str = "embed_tokens"
+    stored_body: str = "model."
+    engine_parts: tuple[tuple[str, str], ...] = ()
+
+    def listed_types(self, hf: dict) -> list[str] | None:
+        """The type of each layer that config.json names, in the words of transformers 5; None if it names none."""
+        listed = hf.get("layers_block_type") or hf.get("layer_types")
+        if self.one_part and listed is None:
+            listed = [LETTERS.get(letter, letter) for letter in hf.get("hybrid_override_pattern") or ()]
+        if self.hybrid or not listed:
+            return None
+        return [OLDER_TYPES.get(name, name) for name in listed]
+
+    def layer_types(self, hf: dict) -> list[str]:
+        """Of a family with state."""
+        if (listed := self.listed_types(hf)) is not None:
+            return listed
+        types = []
+        for number in range(hf["num_hidden_layers"]):
+            kind = self.state.layer_type
+            if self.hybrid:
+                kind = "hybrid"
+            elif self.full_every is not None and (number + 1) % hf.get("full_attention_interval", self.full_every) == 0:
+                kind = "full_attention"
+            elif number in (hf.get("full_attn_idxs") or ()):
+                kind = "full_attention"
+            types.append(kind)
+        return types
+
+    def has_experts(self, hf: dict) -> bool:
+        """Whether some of its layers may be mixtures."""
+        if self.experts is None:
+            return False
+        if self.one_part:
+            return "moe" in self.layer_types(hf)
+        num_experts, *_ = self.experts.sizes(hf)
+        return not (self.experts.may_be_none and hf.get(num_experts) == 0)
+
+    def inner_size(self, hf: dict) -> int | None:
+        """Of the MLP; None if config.json does not say. Of LFM2 it may be an upper bound, as in transformers."""
+        size = hf.get(self.mlp_size, hf.get("intermediate_size"))
+        if self.mlp_is_adjusted is None or not self.mlp_is_adjusted.is_on(hf):
+            return size
+        multiple = hf.get("block_multiple_of", 256)
+        size = int(hf.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        return math.ceil(size / multiple) * multiple
 
 
 FAMILIES = {
@@ -238,7 +435,7 @@ FAMILIES = {
         qkv_bias=Switch("use_bias", True),
         o_bias=Switch("use_bias", True),
         mlp="plain",
-        plain_names=("c_fc", "c_proj"),
+        mlp_names=("c_fc", "c_proj"),
         mlp_bias=Switch("use_bias", True),
         is_tied=True,
         windows=Windows(),
@@ -282,9 +479,7 @@ FAMILIES = {
         architecture="Qwen2MoeForCausalLM",
         qkv_bias=Switch("qkv_bias", True),
         windows=Windows(size=4096, full_every=2, switch=USE_WINDOW),
-        experts=Experts(
-            shared="shared_expert", shared_size="shared_expert_intermediate_size", shared_gate="shared_expert_gate"
-        ),
+        experts=QWEN_EXPERTS,
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
@@ -320,7 +515,7 @@ FAMILIES = {
         qk_norm_switch=Switch("use_qk_norm"),
         head_dim=128,
         experts=Experts(
-            shared="shared_experts",
+            shared="mlp.shared_experts",
             shared_size="n_shared_experts",
             shared_counts=True,
             dense_first="first_k_dense_replace",
@@ -332,11 +527,123 @@ FAMILIES = {
         experts=Experts(
             computed="block_sparse_moe.experts",
             together=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-            router=Names(
-                "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"
-            ),
+            router=GRANITE_ROUTER,
             inner="intermediate_size",
         ),
+    ),
+    "qwen3_5_text": Family(
+        architecture="Qwen3_5ForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        has_query_gate=True,
+        head_dim=256,
+        state=DeltaNet(),
+        full_every=4,
+    ),
+    "qwen3_5_moe_text": Family(
+        architecture="Qwen3_5MoeForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        has_query_gate=True,
+        head_dim=256,
+        experts=QWEN_EXPERTS,
+        state=DeltaNet(),
+        full_every=4,
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        has_query_gate=True,
+        head_dim=256,
+        experts=QWEN_EXPERTS,
+        state=DeltaNet(is_fused=True),
+        full_every=4,
+    ),
+    "nemotron_h": Family(
+        architecture="NemotronHForCausalLM",
+        norms=("norm",),
+        attention="mixer",
+        mlp="plain",
+        mlp_module="mixer",
+        mlp_bias=MLP_BIAS,
+        head_dim=128,
+        final_norm="norm_f",
+        experts=Experts(
+            stored="mixer.experts",
+            computed="mixer.experts",
+            gate=None,
+            router=Names("mixer.gate.weight", "mixer.gate.weight", "mixer.gate.weight"),
+            shared="mixer.shared_experts",
+            shared_size="moe_shared_expert_intermediate_size",
+            correction_bias=True,
+        ),
+        state=Mamba(
+            module="mixer",
+            heads="mamba_num_heads",
+            head_dim="mamba_head_dim",
+            groups="n_groups",
+            state="ssm_state_size",
+            width="conv_kernel",
+            chunk="chunk_size",
+            conv_bias=Switch("use_conv_bias", True),
+            in_bias=USE_BIAS,
+            out_bias=USE_BIAS,
+        ),
+        one_part=True,
+        embedding="embeddings",
+        stored_body="backbone.",
+        engine_parts=((".mixer.A", ".mixer.A_log"),),
+    ),
+    "granitemoehybrid": Family(
+        architecture="GraniteMoeHybridForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        mlp="gate and up fused",
+        mlp_module="shared_mlp",
+        mlp_names=("input_linear", "output_linear"),
+        mlp_size="shared_intermediate_size",
+        experts=Experts(
+            computed="block_sparse_moe.experts",
+            together=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+            router=GRANITE_ROUTER,
+            inner="intermediate_size",
+            shared="shared_mlp",
+            shared_size="shared_intermediate_size",
+            may_be_none=True,
+        ),
+        state=Mamba(),
+        engine_parts=((".mamba.A", ".mamba.A_log"),),
+    ),
+    "falcon_h1": Family(
+        architecture="FalconH1ForCausalLM",
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        mlp_module="feed_forward",
+        mlp_bias=MLP_BIAS,
+        final_norm="final_layernorm",
+        state=Mamba(norm=Switch("mamba_rms_norm"), out_bias=Switch("projectors_bias")),
+        hybrid=True,
+        engine_parts=((".mamba.mamba.A", ".mamba.A_log"), (".mamba.mamba.", ".mamba.")),
+    ),
+    "lfm2": Family(
+        architecture="Lfm2ForCausalLM",
+        norms=("operator_norm", "ffn_norm"),
+        qk_norm="of a head",
+        qk_norm_names=("q_layernorm", "k_layernorm"),
+        output_name="out_proj",
+        mlp_module="feed_forward",
+        mlp_names=("w1", "w3", "w2"),
+        mlp_size="block_ff_dim",
+        mlp_is_adjusted=Switch("block_auto_adjust_ff_dim", True),
+        is_tied=True,
+        final_norm="embedding_norm",
+        state=ShortConv(),
+        engine_parts=((".short_conv.", ".conv."),),
     ),
 }
 LLAVA = {
@@ -357,9 +664,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what c
 # model_type -> why it is refused.
 STATE = "a layer carries state across sequences, which packs do not reset: use a model that has attention alone"
 REFUSED = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "kimi_linear", "minimax_m1"), STATE),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2"), STATE),
-    **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "rwkv"), STATE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax_m1", "olmo_hybrid", "lfm2_moe"), STATE),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "recurrent_gemma", "rwkv"), STATE),
     **dict.fromkeys(
         ("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention: use a Llama 3"
     ),
@@ -375,6 +681,7 @@ REFUSED = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it
 # Fields with a computation that is not there for any family.
 ABSENT = {
     "quantization_config": "use a checkpoint that is not quantized",
@@ -406,9 +713,7 @@ def check_family(hf: dict, source: str) -> None:
     architecture = FAMILIES[kind].architecture
     if any(name != architecture for name in names):
         raise ConfigError(f"{source}: architectures={names!r:.80}: expected {architecture} with model_type={kind!r}")
-    for layer_type in hf.get("layer_types") or ():
-        if layer_type not in LAYER_TYPES:
-            raise ConfigError(f"{source}: layer_types: {layer_type!r:.80} is not supported: use full_attention layers")
+    _check_layer_types(hf, source)
     if kind == "olmoe" and hf.get("norm_topk_prob"):
         raise ConfigError(
             f"{source}: norm_topk_prob=true with model_type='olmoe': vLLM 0.32 ignores it; set it to false"
@@ -439,6 +744,36 @@ def text_fields(hf: dict, source: str) -> dict:
         if field_name in hf:
             text[field_name] = hf[field_name]
     return text
+
+
+def _check_layer_types(hf: dict, source: str) -> None:
+    family = FAMILIES[hf["model_type"]]
+    known = LAYER_TYPES
+    if family.state is not None:
+        known = ("full_attention", family.state.layer_type)
+    if family.one_part:
+        known += ("mlp", "moe")
+    for layer_type in family.listed_types(hf) or ():
+        if layer_type not in known:
+            raise ConfigError(
+                f"{source}: a layer of type {layer_type!r:.80} is not supported; supported: {', '.join(known)}"
+            )
+    if family.one_part and family.listed_types(hf) is None:
+        raise ConfigError(f"{source}: layers_block_type: missing: name the type of each layer")
+    if family.state is not None:
+        _check_state(hf, source)
+
+
+def _check_state(hf: dict, source: str) -> None:
+    """ConfigError for what transformers and vLLM compute in two ways."""
+    limit = hf.get("time_step_limit")
+    if limit is not None and limit not in NO_LIMITS:
+        raise ConfigError(f"{source}: time_step_limit={limit!r:.80}: vLLM 0.32 has no such limit: remove it")
+    if hf["model_type"] == "nemotron_h" and hf.get("n_shared_experts", 1) != 1:
+        problem = f"n_shared_experts={hf['n_shared_experts']!r:.80}"
+        raise ConfigError(f"{source}: {problem}: transformers has one shared expert: use a model with one")
+    if hf.get("mamba_rms_norm") and hf.get("mamba_norm_before_gate", True):
+        raise ConfigError(f"{source}: mamba_norm_before_gate=true: vLLM 0.32 applies the gate first: use another model")
 
 
 def fields_for_vllm(hf: dict) -> dict:

@@ -10,6 +10,7 @@ from config import ConfigError, LoRAConfig
 KEY = "policy.dtensor_cfg.lora_cfg"
 ROUTERS = (
     ".mlp.gate.weight",
+    ".mixer.gate.weight",
     ".block_sparse_moe.gate.weight",
     ".block_sparse_moe.router.layer.weight",
     ".shared_expert_gate.weight",

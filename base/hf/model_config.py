@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from base.hf.families import (
     FAMILIES,
+    MLP_NAMES,
     NATIVE,
     NUM_EXPERTS,
     WHOLE,
@@ -74,6 +75,14 @@ DEFAULT_THETA = 10_000.0  # transformers', for all three families
 MAX_HEAD_DIM = 256  # of torch's varlen attention
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 EMBEDDING = "model.embed_tokens.weight"
+# Types of layers whose first part is not attention alone.
+PARTS_OF_TYPES = {
+    "linear_attention": ("state",),
+    "conv": ("state",),
+    "hybrid": ("state", "attention"),
+    "mlp": ("mlp",),
+    "moe": ("experts",),
+}
 
 
 @dataclass(frozen=True)
@@ -129,11 +138,14 @@ class ModelConfig:
 
     def stored_name(self, name: str) -> str:
         """What the folder calls this tensor of the text model."""
-        return self._renamed(name, self.whole.prefixes) if self.whole else name
+        if self.whole:
+            return self._renamed(name, self.whole.prefixes)
+        return self._renamed(self.module_name(name), {"model.": self.family.stored_body})
 
     def module_name(self, name: str) -> str:
         """What transformers' model calls this tensor or layer, in memory: of a folder with a vision part, the whole
         one."""
+        name = self._renamed(name, {"model.embed_tokens.": f"model.{self.family.embedding}."})
         return self._renamed(name, {"model.": "model.language_model."}) if self.whole else name
 
     def is_kept(self, stored_name: str) -> bool:
@@ -147,27 +159,48 @@ class ModelConfig:
         return name
 
     def tensor_shapes(self, *, as_computed: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of each weight, as in the folder of a text model; a tied head is not repeated. as_computed: of
-        experts, as transformers' model has them, all of a layer in two tensors."""
+        """(name, shape) of each weight; a tied head is not repeated. Names are those of the policy and the engine;
+        `stored_name` has those of a model folder. as_computed: of experts, as transformers' model has them, all of a
+        layer in two tensors."""
         yield EMBEDDING, (self.vocab_size, self.hidden_size)
         norm: Shapes = {}
-        self._add(norm, "model.norm", (self.hidden_size,), self.family.norm_bias)
+        self._add(norm, f"model.{self.family.final_norm}", (self.hidden_size,), self.family.norm_bias)
         yield from norm.items()
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
-        dense = self._attention_shapes() | self._mlp_shapes("mlp", self.intermediate_size)
-        sparse: Shapes = {}
-        if self.num_experts:
-            sparse = self._attention_shapes() | self._experts_shapes(as_computed)
-        for number in range(self.num_hidden_layers):
-            block = sparse if self.has_experts(number) else dense
+        shapes_of_parts = {
+            "attention": self._attention_shapes(),
+            "state": self.family.state.shapes(self.hf) if self.family.state is not None else {},
+            "mlp": self._mlp_shapes(self.family.mlp_module, self.intermediate_size),
+            "experts": self._experts_shapes(as_computed) if self.num_experts else {},
+        }
+        norms = self._norm_shapes()
+        for number, parts in enumerate(self.layers):
+            block = norms
+            for part in parts:
+                block = block | shapes_of_parts[part]
             for name, shape in block.items():
                 yield f"model.layers.{number}.{name}", shape
+
+    @cached_property
+    def layers(self) -> list[tuple[str, ...]]:
+        """The parts of each layer, of "attention", "state", and then "mlp" or "experts"."""
+        family = self.family
+        types = ["full_attention" for _ in range(self.num_hidden_layers)]
+        if family.state is not None:
+            types = family.layer_types(self.hf)
+        layers = []
+        for number, kind in enumerate(types):
+            parts = list(PARTS_OF_TYPES.get(kind, ("attention",)))
+            if not family.one_part:
+                parts.append("experts" if self._has_experts(number) else "mlp")
+            layers.append(tuple(parts))
+        return layers
 
     @property
     def num_experts(self) -> int:
         """Of a layer; 0 in a dense model."""
-        if self.family.experts is None:
+        if not self.family.has_experts(self.hf):
             return 0
         return next(self.hf[field] for field in NUM_EXPERTS if field in self.hf)
 
@@ -193,15 +226,18 @@ class ModelConfig:
     @property
     def routed_weights_per_token(self) -> int:
         """The elements of the routers, and of the experts that a token goes to, in all layers."""
-        of_layer = self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.expert_size)
+        if self.num_experts == 0:
+            return 0
+        matrices = len(self.family.experts.matrices)
+        of_layer = self.hidden_size * (self.num_experts + matrices * self.experts_per_token * self.expert_size)
         return of_layer * sum(map(self.has_experts, range(self.num_hidden_layers)))
 
     @cached_property
     def windows(self) -> list[int | None]:
-        """How many keys a query of each layer sees at most, its own included; None is all."""
+        """How many keys a query of each layer with attention sees at most, its own included; None is all."""
         windows = self.family.windows
-        if windows is None or not self.hf.get(*windows.switch):
-            return [None] * self.num_hidden_layers
+        if windows is None or not windows.switch.is_on(self.hf):
+            return [None for parts in self.layers if "attention" in parts]
         size = self.hf.get("sliding_window", windows.size)
         types = self.hf.get("layer_types") or windows.layer_types(self.num_hidden_layers)
         return [size if kind == "sliding_attention" else None for kind in types]
@@ -216,8 +252,11 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts."""
+        return "experts" in self.layers[layer]
+
+    def _has_experts(self, layer: int) -> bool:
         experts = self.family.experts
-        if experts is None:
+        if self.num_experts == 0:
             return False
         if experts.dense_first is not None:
             return layer >= self.hf.get(experts.dense_first, 0)
@@ -225,8 +264,10 @@ class ModelConfig:
         return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
 
     def only_guesses_tokens(self, name: str) -> bool:
-        """Whether a tensor is of the layers that predict tokens beyond the next one. They are beside the model, but
-        numbered on."""
+        """Whether a tensor of a folder is of the layers that predict tokens beyond the next one. They are beside the
+        model, but in some families numbered on."""
+        if name.startswith("mtp."):
+            return True
         number = re.match(r"model\.layers\.(\d+)\.", name)
         has_such_layers = bool(self.hf.get("num_nextn_predict_layers"))
         return has_such_layers and number is not None and int(number[1]) >= self.num_hidden_layers
@@ -239,68 +280,67 @@ class ModelConfig:
         shapes: Shapes = {}
         shapes[experts.router.computed if as_computed else experts.router.stored] = (count, hidden)
         if experts.correction_bias:
-            shapes["mlp.gate.e_score_correction_bias"] = (count,)
+            shapes[experts.router.stored.removesuffix("weight") + "e_score_correction_bias"] = (count,)
         pair = experts.computed_pair if as_computed else experts.together
         if pair is not None:
-            gate_up, down = pair
-            shapes[gate_up] = (count, 2 * inner, hidden)
+            first, down = pair
+            shapes[first] = (count, (len(experts.matrices) - 1) * inner, hidden)
             shapes[down] = (count, hidden, inner)
         else:
             for number in range(count):
-                gate, up, down = experts.names(number)
-                shapes[gate] = (inner, hidden)
-                shapes[up] = (inner, hidden)
+                *firsts, down = experts.names(number)
+                for name in firsts:
+                    shapes[name] = (inner, hidden)
                 shapes[down] = (hidden, inner)
         if self.shared_expert_size:
-            shapes |= self._mlp_shapes(f"mlp.{experts.shared}", self.shared_expert_size)
+            shapes |= self._mlp_shapes(experts.shared, self.shared_expert_size)
         if experts.shared_gate is not None:
-            self._add(shapes, f"mlp.{experts.shared_gate}", (1, hidden))
+            self._add(shapes, experts.shared_gate, (1, hidden))
+        return shapes
+
+    def _norm_shapes(self) -> Shapes:
+        shapes: Shapes = {}
+        for name in self.family.norms:
+            self._add(shapes, name, (self.hidden_size,), self.family.norm_bias)
         return shapes
 
     def _attention_shapes(self) -> Shapes:
-        """And the norms."""
         family = self.family
+        module = family.attention
         hidden = self.hidden_size
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         shapes: Shapes = {}
-        for name in family.norms:
-            self._add(shapes, name, (hidden,), family.norm_bias)
         if family.qkv == "fused":
-            self._add(shapes, "self_attn.qkv_proj", (queries + 2 * keys, hidden), family.qkv_bias)
+            self._add(shapes, f"{module}.qkv_proj", (queries + 2 * keys, hidden), family.qkv_bias)
         else:
-            self._add(shapes, "self_attn.q_proj", (queries, hidden), family.qkv_bias)
-            self._add(shapes, "self_attn.k_proj", (keys, hidden), family.qkv_bias)
-            self._add(shapes, "self_attn.v_proj", (keys, hidden), family.qkv_bias)
-        self._add(shapes, "self_attn.o_proj", (hidden, queries), family.o_bias)
-        if family.qk_norm != "none" and self.hf.get(*family.qk_norm_switch):
+            gates = queries if family.has_query_gate else 0
+            self._add(shapes, f"{module}.q_proj", (queries + gates, hidden), family.qkv_bias)
+            self._add(shapes, f"{module}.k_proj", (keys, hidden), family.qkv_bias)
+            self._add(shapes, f"{module}.v_proj", (keys, hidden), family.qkv_bias)
+        self._add(shapes, f"{module}.{family.output_name}", (hidden, queries), family.o_bias)
+        if family.qk_norm != "none" and family.qk_norm_switch.is_on(self.hf):
             is_whole = family.qk_norm == "of all heads"
             q_norm, k_norm = family.qk_norm_names
-            self._add(shapes, f"self_attn.{q_norm}", (queries if is_whole else self.head_dim,))
-            self._add(shapes, f"self_attn.{k_norm}", (keys if is_whole else self.head_dim,))
+            self._add(shapes, f"{module}.{q_norm}", (queries if is_whole else self.head_dim,))
+            self._add(shapes, f"{module}.{k_norm}", (keys if is_whole else self.head_dim,))
         return shapes
 
     def _mlp_shapes(self, module: str, inner: int) -> Shapes:
         family = self.family
         hidden = self.hidden_size
         shapes: Shapes = {}
-        if family.mlp == "plain":
-            up, down = family.plain_names
-            self._add(shapes, f"{module}.{up}", (inner, hidden), family.mlp_bias)
-            self._add(shapes, f"{module}.{down}", (hidden, inner), family.mlp_bias)
-        elif family.mlp == "gate and up fused":
-            self._add(shapes, f"{module}.gate_up_proj", (2 * inner, hidden), family.mlp_bias)
-            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
-        else:
-            self._add(shapes, f"{module}.gate_proj", (inner, hidden), family.mlp_bias)
-            self._add(shapes, f"{module}.up_proj", (inner, hidden), family.mlp_bias)
-            self._add(shapes, f"{module}.down_proj", (hidden, inner), family.mlp_bias)
+        *firsts, down = family.mlp_names or MLP_NAMES[family.mlp]
+        rows = 2 * inner if family.mlp == "gate and up fused" else inner
+        for name in firsts:
+            self._add(shapes, f"{module}.{name}", (rows, hidden), family.mlp_bias)
+        self._add(shapes, f"{module}.{down}", (hidden, inner), family.mlp_bias)
         return shapes
 
     def _add(self, shapes: Shapes, layer: str, shape: tuple[int, ...], bias: Switch | None = None) -> None:
         """The weight of a layer, and the bias if there is one."""
         shapes[f"{layer}.weight"] = shape
-        if bias is not None and self.hf.get(bias.field, bias.default):
+        if bias is not None and bias.is_on(self.hf):
             shapes[f"{layer}.bias"] = (shape[0],)
 
 
@@ -363,10 +403,16 @@ class BlocksConfig(ModelConfig):
         """Of a config.json, as `ModelConfig.from_hf`."""
         check_family(hf, source)
         family = FAMILIES[hf["model_type"]]
+        types = family.listed_types(hf) if family.one_part else None
+        num_layers = len(types) if types is not None else hf.get("num_hidden_layers")
+        inner = family.inner_size(hf)
+        fields = hf | {"num_hidden_layers": num_layers, "intermediate_size": inner}
         needed = [*INTEGERS, "num_key_value_heads"]
-        if family.experts is not None:
+        if family.state is not None:
+            needed += family.state.fields
+        if family.has_experts(hf):
             needed += family.experts.sizes(hf)
-        _check_numbers(hf, needed, source)
+        _check_numbers(fields, needed, source)
         _check_layers(hf, family, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
@@ -376,12 +422,12 @@ class BlocksConfig(ModelConfig):
         return cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_hidden_layers=hf["num_hidden_layers"],
+            intermediate_size=inner,
+            num_hidden_layers=num_layers,
             num_attention_heads=heads,
             num_key_value_heads=hf["num_key_value_heads"],
             head_dim=head_dim,
-            tie_word_embeddings=hf.get("tie_word_embeddings", family.is_tied),
+            tie_word_embeddings=hf.get("tie_word_embeddings", hf.get("tie_embedding", family.is_tied)),
             max_position_embeddings=hf.get("max_position_embeddings"),
             hf=hf,
         )
@@ -425,16 +471,16 @@ def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
 
 def _check_layers(hf: dict, family: Family, source: str) -> None:
     """ConfigError for experts or windows that no layer can have."""
-    if family.experts is not None:
+    if family.has_experts(hf):
         num_experts, per_token, *_ = family.experts.sizes(hf)
         if hf[per_token] > hf[num_experts]:
             problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
             raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
-    types = hf.get("layer_types")
-    num_layers = hf["num_hidden_layers"]
+    types = family.listed_types(hf)
+    num_layers = hf.get("num_hidden_layers", len(types or ()))
     if types and len(types) != num_layers:
         raise ConfigError(f"{source}: layer_types names {len(types)} layers: expected num_hidden_layers={num_layers}")
-    if family.windows is not None and hf.get(*family.windows.switch):
+    if family.windows is not None and family.windows.switch.is_on(hf):
         size = hf.get("sliding_window")
         is_size = isinstance(size, int) and size > 0
         if size is not None and not is_size:

@@ -51,8 +51,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, Tensor]:
 def checkpoint_views(
     model: nn.Module, name: str, tensor: Tensor, first_expert: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, view) of what is stored of this parameter, or of the rows that a rank has of it: itself,
-    or the matrices of its experts, from `first_expert` on."""
+    """(name, view) of what the engine gets of this parameter, or of the rows that a rank has of it: itself, or the
+    matrices of its experts, from `first_expert` on. `ModelConfig.stored_name` has the name in a checkpoint."""
     experts = model.config.family.experts
     block = f"model.layers.{_block_number(name)}"
     part = name.removeprefix(f"{block}.")
@@ -60,13 +60,12 @@ def checkpoint_views(
         yield name, tensor
     elif part in experts.computed_pair and experts.together is None:
         for number, matrix in enumerate(tensor, first_expert):
-            gate, up, down = experts.names(number)
+            *firsts, down = experts.names(number)
             if part.endswith("down_proj"):
                 yield f"{block}.{down}", matrix
             else:
-                gate_FD, up_FD = matrix.chunk(2)
-                yield f"{block}.{gate}", gate_FD
-                yield f"{block}.{up}", up_FD
+                for name, matrix_FD in zip(firsts, matrix.chunk(len(firsts)), strict=True):
+                    yield f"{block}.{name}", matrix_FD
     else:
         stored = {names.computed: names.stored for names in experts.renamed}
         yield f"{block}.{stored.get(part, part)}", tensor
@@ -86,9 +85,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     for name, param in params.items():
         rows = local_rows(param)
         targets[name] = local_shard(param), rows
-        for stored_name, view in checkpoint_views(model, name, local_shard(param), rows.start):
-            is_whole = stored_name != name and view.dim() < param.dim()  # an expert is on one rank
-            targets[stored_name] = view, slice(None) if is_whole else rows
+        for part_name, view in checkpoint_views(model, name, local_shard(param), rows.start):
+            is_whole = part_name != name and view.dim() < param.dim()  # an expert is on one rank
+            targets[part_name] = view, slice(None) if is_whole else rows
     targets = {model.config.stored_name(name): target for name, target in targets.items()}
     head = model.config.stored_name("lm_head.weight")
     path_of_head = None
@@ -173,7 +172,7 @@ def full_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     shapes = []
     for name, param in _base_parameters(model).items():
         whole = torch.empty(param.shape, device="meta")
-        shapes += [(stored_name, tuple(view.shape)) for stored_name, view in checkpoint_views(model, name, whole)]
+        shapes += [(part_name, tuple(view.shape)) for part_name, view in checkpoint_views(model, name, whole)]
     return shapes
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from attention import PackLayout
-from base.hf.families import FAMILIES, NATIVE, WHOLE
+from base.hf.families import FAMILIES, NATIVE, VECTORS, WHOLE, DeltaNet
 from base.hf.lora_layers import adapted_layers, factor_shapes
-from base.hf.model_config import ModelConfig, check_weights, has_experts_together, read_model_config
+from base.hf.model_config import EMBEDDING, ModelConfig, check_weights, has_experts_together, read_model_config
 from base.hf.weights import checkpoint_views, full_tensors, save_hf
 from base.system.ranks import start_process_group
 from config import ConfigError, LoRAConfig
@@ -33,8 +33,9 @@ def draw(num_tokens, seed):
 
 
 def segments():
-    """(tokens, prefix) of a prompt with three replies, a sequence alone, another prompt with one reply, and more."""
-    lengths = (11, 7, 13, 7, 9, 4, 12, 1, 23)
+    """(tokens, prefix) of a prompt with three replies, one of a token, a sequence alone, another prompt, shorter than a
+    convolution, with one reply, and more; the last is longer than a chunk of a delta net."""
+    lengths = (11, 7, 13, 1, 9, 2, 12, 1, 70)
     prefixes = (-1, 0, 0, 0, -1, -1, 5, -1, -1)
     return [draw(length, seed) for seed, length in enumerate(lengths)], np.array(prefixes)
 
@@ -73,13 +74,14 @@ def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path)
     is_read = {name: param.equal(state[config.module_name(name)]) for name, param in model.named_parameters()}
     assert all(is_read.values()), is_read
     tokens_S, prefix_S = segments()
+    bound = 1e-4 if isinstance(config.family.state, DeltaNet) else 1e-5  # unit keys amplify rounding
     logits_S = model(*packed(tokens_S, prefix_S)).split([len(tokens) for tokens in tokens_S])
     total = expected_total = 0
     for segment, (tokens, prefix, logits) in enumerate(zip(tokens_S, prefix_S, logits_S, strict=True)):
         whole = torch.cat([tokens_S[prefix], tokens]) if prefix >= 0 else tokens
         expected = hf_model(whole[None], use_cache=False).logits[0, -len(tokens) :]
         assert expected.std() > 0.1  # logits that would hide an error are none
-        assert (logits - expected).abs().max() <= 1e-5, segment
+        assert (logits - expected).abs().max() <= bound, segment
         weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(segment))
         total = total + (logits * weight).sum()
         expected_total = expected_total + (expected * weight).sum()
@@ -122,7 +124,8 @@ def test_the_shapes_of_weights_are_those_of_transformers(family):
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
     fields = config.to_diff_dict() | {"architectures": [type(hf_model).__name__]}
-    assert dict(ModelConfig.from_hf(fields, force_hf=True).tensor_shapes()) == expected
+    model = ModelConfig.from_hf(fields, force_hf=True)
+    assert {model.stored_name(name): shape for name, shape in model.tensor_shapes()} == expected
 
 
 WITH_WINDOWS = [name for name, row in FAMILIES.items() if row.windows]
@@ -182,6 +185,15 @@ def test_forced_blocks_are_the_native_decoder(family, precision, tmp_path, one_r
     assert [name for name, gradient in forced[2].items() if not torch.equal(gradient, native[2][name])] == []
 
 
+def few_in_one(gradients):
+    """Flat; the vectors of all recurrences, of four numbers each, are one."""
+    flat = {name: gradient.flatten() for name, gradient in gradients.items()}
+    few = [name for name in flat if name.endswith(VECTORS)]
+    if few:
+        flat["vectors"] = torch.cat([flat.pop(name) for name in few])
+    return flat
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", TABLE)
 def test_recompute_changes_nothing_and_bfloat16_is_near(family, precision, tmp_path, one_rank):
@@ -194,8 +206,9 @@ def test_recompute_changes_nothing_and_bfloat16_is_near(family, precision, tmp_p
     exact = logps_and_gradients(tmp_path, config, one_rank[2], "float32")
     assert (kept[0] - exact[0]).abs().mean() <= 0.05
     least = 0.9 if config.num_experts else 0.98  # a rounded hidden state may go to another expert
-    for name, gradient in kept[2].items():
-        assert torch.cosine_similarity(gradient.flatten(), exact[2][name].flatten(), 0) >= least, name
+    exact_gradients = few_in_one(exact[2])
+    for name, gradient in few_in_one(kept[2]).items():
+        assert torch.cosine_similarity(gradient, exact_gradients[name], 0) >= least, name
 
 
 @pytest.mark.parametrize("family", TABLE)
@@ -278,6 +291,7 @@ def test_lora_adapts_all_linear_layers(family, tmp_path, one_rank):
 
 
 MIXTURES = [name for name, row in FAMILIES.items() if row.experts]
+TOGETHER = [name for name in MIXTURES if FAMILIES[name].stored_body == "model."]  # else all names change
 FORMS = ("each", "together")  # how a folder has the experts of a layer
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -291,12 +305,14 @@ def test_views_of_experts_are_what_transformers_writes(family):
     expected = revert_weight_conversion(hf_model, dict(hf_model.state_dict()))
     found = {}
     for name, tensor in hf_model.state_dict().items():
-        found |= dict(checkpoint_views(model, name, tensor))
+        name = name.replace("model.embeddings.", "model.embed_tokens.")
+        views = checkpoint_views(model, name, tensor)
+        found |= {model.config.stored_name(part): view for part, view in views}
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", TOGETHER)
 def test_a_folder_may_have_the_experts_of_a_layer_together(family, tmp_path):
     """As transformers writes them if asked not to convert."""
     hf_model = make_family(family)

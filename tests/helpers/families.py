@@ -22,6 +22,21 @@ WINDOW = 6
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}
 OF_FAMILY = {
     "llama": {"rope_parameters": LLAMA3_ROPE},
     "mistral": {"sliding_window": WINDOW},
@@ -67,6 +82,53 @@ OF_FAMILY = {
         "first_k_dense_replace": 1,
         "use_qk_norm": True,
         "routed_scaling_factor": 2.5,
+    },
+    "qwen3_5_text": DELTA | {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": DELTA | MOE | {"shared_expert_intermediate_size": 64},
+    "qwen3_next": DELTA | MOE | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 8,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    "granitemoehybrid": MAMBA
+    | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "falcon_h1": MAMBA
+    | {
+        "mamba_d_ssm": 128,
+        "lm_head_multiplier": 0.5,
+        "embedding_multiplier": 2.0,
+        "ssm_multipliers": [1.0, 2.0, 0.5, 0.7, 0.9],
+        "ssm_in_multiplier": 1.5,
+        "ssm_out_multiplier": 0.5,
+        "attention_in_multiplier": 1.2,
+        "mlp_multipliers": [0.5, 2.0],
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "block_multiple_of": 32,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -115,9 +177,18 @@ def make_family(family, seed=0, **fields):
     model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))  # Nemotron's: vLLM has none, as its authors' own code
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if tensor.dim() == 1:
+            if name.endswith("A_log"):
+                tensor.copy_(torch.rand(tensor.shape) * 1.5 - 0.5)  # a state that lasts for some tokens
+            elif name.endswith("dt_bias"):
+                tensor.normal_(-1, 0.5)
+            elif "conv" in name and tensor.dim() == 3:
+                tensor.normal_(0, 0.4)
+            elif tensor.dim() == 1:
                 tensor.add_(0.2 * torch.randn(tensor.shape))
             elif name.endswith(("router.weight", "gate.weight")):
                 tensor.normal_(0, 0.5)
