@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attention import PackLayout
 from base.hf.families import FAMILIES, NATIVE, VECTORS, WHOLE, DeltaNet
 from base.hf.lora_layers import adapted_layers, factor_shapes
-from base.hf.model_config import EMBEDDING, ModelConfig, check_weights, has_experts_together, read_model_config
+from base.hf.model_config import ModelConfig, check_weights, has_experts_together, read_model_config
 from base.hf.weights import checkpoint_views, full_tensors, save_hf
 from base.system.ranks import start_process_group
 from config import ConfigError, LoRAConfig
