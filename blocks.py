@@ -95,7 +95,7 @@ class TransformersBody(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 module.forward = partial(_layer_norm, module)
         self.routers = []
-        self.has_state = config.family.state is not None
+        self.mixers = []
         for number, layer in enumerate(self.layers):
             if config.has_experts(number):
                 router_name = config.family.experts.router.computed.removesuffix(".weight")
@@ -106,6 +106,7 @@ class TransformersBody(nn.Module):
             if "state" in config.layers[number]:
                 mixer = layer.get_submodule(config.family.state.module)
                 mixer.forward = over_packs(mixer)
+                self.mixers.append(mixer)
             for part in layer.children():
                 if not _is_norm(part) and _has_weights(part):
                     part.register_forward_pre_hook(_round_input, with_kwargs=True)
@@ -116,7 +117,7 @@ class TransformersBody(nn.Module):
         """hidden_TD, whose product with the output layer's weight is the logits."""
         (base,) = self.parts_of
         mask: Tensor | dict
-        if self.has_state:
+        if self.mixers:
             mask = MASK_OF_TYPES  # transformers would look for padding in a tensor, and wait for the device
         else:
             # Without a mask of padding transformers looks for sequences in the positions, and waits for the device.
@@ -163,7 +164,7 @@ class TransformersBody(nn.Module):
                 setattr(module, name, buffer.to(device))
             if module._non_persistent_buffers_set:
                 # Falcon H1 computes those of its mixers, whose parameters are not to be drawn, as the model's own.
-                base._init_weights(base if module._parameters else module)
+                base._init_weights(base if module in self.mixers else module)
 
 
 def logit_scale(hf_config: PreTrainedConfig) -> float:

@@ -662,7 +662,7 @@ WHOLE = {
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls it
 
 # model_type -> why it is refused.
-STATE = "a layer carries state across sequences, which packs do not reset: use a model that has attention alone"
+STATE = "a layer carries state across sequences, which nobody has tried in packs: use a Qwen3.5 or a Nemotron H"
 REFUSED = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax_m1", "olmo_hybrid", "lfm2_moe"), STATE),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "recurrent_gemma", "rwkv"), STATE),
@@ -756,7 +756,7 @@ def _check_layer_types(hf: dict, source: str) -> None:
     for layer_type in family.listed_types(hf) or ():
         if layer_type not in known:
             raise ConfigError(
-                f"{source}: a layer of type {layer_type!r:.80} is not supported; supported: {', '.join(known)}"
+                f"{source}: layer_types: {layer_type!r:.80} is not supported; supported: {', '.join(known)}"
             )
     if family.one_part and family.listed_types(hf) is None:
         raise ConfigError(f"{source}: layers_block_type: missing: name the type of each layer")

@@ -167,8 +167,8 @@ OTHER_FAMILY = {**QWEN2, "model_type": "mistral", "num_key_value_heads": 2}
 SOME_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 EXPERTS = {"model_type": "qwen3_moe", **SOME_EXPERTS}
 REFUSED = [
-    (dict(model_type="lfm2"), "model_type='lfm2': a layer carries state across sequences"),
-    (dict(model_type="qwen3_5_text"), "model_type='qwen3_5_text': a layer carries state across sequences"),
+    (dict(model_type="jamba"), "model_type='jamba': a layer carries state across sequences"),
+    (dict(model_type="kimi_linear"), "model_type='kimi_linear': a layer carries state across sequences"),
     (dict(model_type="stablelm", hidden_act="gelu"), "model_type='stablelm': its layers do not hand"),
     (dict(model_type="gemma2", final_logit_softcapping=30.0), "use a Gemma 3"),
     (dict(model_type="gemma3"), "text_config=None: expected an object with model_type='gemma3'"),
