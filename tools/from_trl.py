@@ -71,6 +71,8 @@ def _lengths(theirs: Mapping[str, Any], result: Translation) -> None:
 
 def _optimizer(theirs: Mapping[str, Any], result: Translation) -> None:
     result.keys["policy.optimizer.kwargs.betas"] = [number(theirs, "adam_beta1"), number(theirs, "adam_beta2")]
+    if theirs["weight_decay"] and not theirs["use_peft"]:  # adapters have neither norms nor biases
+        result.notes["weight_decay"] = "TRL's optimizer does not decay norms and biases, here all weights decay"
     max_steps = number(theirs, "max_steps")  # which alone ends a run if it is set
     result.keys["grpo.max_num_epochs"] = max(math.ceil(number(theirs, "num_train_epochs")), int(max_steps))
     curve = theirs["lr_scheduler_kwargs"]

@@ -18,6 +18,7 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
     result = Translation()
     _batches(theirs, result)
     _data(theirs, result)
+    _optimizer(theirs, result)
     _clips(theirs, result)
     _averages(theirs, result)
     _sampler_weights(theirs, result)
@@ -66,6 +67,12 @@ def _data(theirs: Mapping[str, Any], result: Translation) -> None:
         result.keys[key] = sections
 
 
+def _optimizer(theirs: Mapping[str, Any], result: Translation) -> None:
+    key = f"{ACTOR}.optim.weight_decay"
+    if theirs[f"{ACTOR}.strategy"] == "megatron" and theirs[key]:
+        result.notes[key] = "Megatron does not decay norms and biases, here all weights decay"
+
+
 def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
     low = _clip(theirs, "clip_ratio_low")
     high = _clip(theirs, "clip_ratio_high")
@@ -96,39 +103,53 @@ def _clip(theirs: Mapping[str, Any], name: str) -> float:
 def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
     """What the loss is divided by."""
     mode = theirs[f"{ACTOR}.policy_loss.loss_mode"]
-    average = theirs[f"{ACTOR}.loss_agg_mode"]
+    key = f"{ACTOR}.loss_agg_mode"
+    average = theirs[key]
+    differences = []
     if mode in ("sapo", "geo_mean"):  # verl averages these over sequences whatever this key says
         result.keys["loss_fn.token_level_loss"] = False
         result.keys["loss_fn.loss_scale_factor"] = None
-        return
-    if mode == "cispo" and average != "token-mean":
-        result.refused[f"{ACTOR}.loss_agg_mode"] = (
-            f"CISPO averages over tokens here: add {ACTOR}.loss_agg_mode=token-mean"
-        )
-    if average == "seq-mean-token-sum-norm":
+        if average != "seq-mean-token-mean" and (theirs[f"{ACTOR}.entropy_coeff"] or theirs[f"{ACTOR}.use_kl_loss"]):
+            differences.append("verl averages entropy and KL as this key says, here over sequences, as the loss")
+    elif mode == "cispo" and average != "token-mean":
+        result.refused[key] = f"CISPO averages over tokens here: add {key}=token-mean"
+    elif average == "seq-mean-token-sum-norm":
         width = theirs[f"{ACTOR}.loss_scale_factor"]
         if width is None:
             width = whole(theirs, "data.max_response_length", 1)
-            result.notes[f"{ACTOR}.loss_agg_mode"] = (
+            differences.append(
                 "without loss_scale_factor verl divides by the padded width of a micro-batch, here by "
                 f"data.max_response_length={width}"
             )
         result.keys["loss_fn.loss_scale_factor"] = width
+    if mode in ("sapo", "geo_mean") or str(average).startswith("seq-mean"):
+        differences.append("verl counts sequences without a trained token, which are not counted here")
+    if differences:
+        result.notes[key] = "; ".join(differences)
+    if mode == "geo_mean":
+        result.notes[f"{ACTOR}.policy_loss.loss_mode"] = (
+            "verl's gradient is larger by the number of micro-batches that a rank has in a mini-batch, because it adds "
+            "their means"
+        )
 
 
 def _sampler_weights(theirs: Mapping[str, Any], result: Translation) -> None:
-    level = theirs[f"{CORRECTION}.rollout_is"]
+    key = f"{CORRECTION}.rollout_is"
+    level = theirs[key]
     if level is None:
         return
-    low, high = _bounds(f"{CORRECTION}.rollout_is_threshold", theirs[f"{CORRECTION}.rollout_is_threshold"])
+    result.notes[key] = (
+        "where a log-probability of the sampler is NaN, verl's loss is NaN, here the token is not trained"
+    )
+    low, high = _bounds(f"{key}_threshold", theirs[f"{key}_threshold"])
     mode = theirs[f"{ACTOR}.policy_loss.loss_mode"]
     if mode == "gspo" and level == "token":  # a token's weight counts for its own gradient
         result.keys["loss_fn.gspo_token"] = True
         result.keys["loss_fn.importance_sampling_correction_level"] = "token"
     if mode == "geo_mean":
-        result.refused[f"{CORRECTION}.rollout_is"] = (
+        result.refused[key] = (
             "verl multiplies GMPO by the geometric mean of a sequence's weights, here each token has its own: add "
-            f"{CORRECTION}.rollout_is=null"
+            f"{key}=null"
         )
     of_sequence = level != "token" and mode != "gspo"
     if low is None:
