@@ -128,7 +128,7 @@ class AheadSampler(Sampler):
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:
     """The age of a sample, in steps, is that of its oldest token. Also how many groups of later steps have all their
     first replies (NeMo RL's buffer), and how many do not. is_whole: of `groups_under_way`."""
-    ages = [step - 1 - sample.weight_version for sample in trained]
+    ages = [step - 1 - sample.oldest_version for sample in trained]
     num_whole = sum(is_whole.values())
     return {
         "avg_trajectory_age": sum(ages) / len(ages),

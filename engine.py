@@ -28,7 +28,7 @@ from base.hf.tokenizer import Tokenizer
 from base.system.exits import Interrupted, StopRun
 from config import Config
 from kernels.matmul import bfloat16_factors
-from records import STEPS_BETWEEN_STOPS, Completion, SamplingOptions, Weights
+from records import STEPS_BETWEEN_STOPS, Completion, SamplingOptions, Weights, make_tokens
 
 # vLLM reads these while it is imported.
 os.environ.update(
@@ -245,7 +245,7 @@ class VLLMEngine:
             return []
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # for the head's matmul
             ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
-        self.unclaimed |= {key: _completion(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
+        self.unclaimed |= {key: completion_of(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
         return list(ended)
 
     def preempt(self) -> None:
@@ -341,7 +341,8 @@ def reply_parsers() -> tuple[Callable, Callable, type]:
     return ToolParserManager.get_tool_parser, ReasoningParserManager.get_reasoning_parser, ChatCompletionRequest
 
 
-def _completion(output, spans: list[tuple[int, int]]) -> Completion:
+def completion_of(output, spans: list[tuple[int, int]]) -> Completion:
+    """vLLM's output as the house's. spans: (weight version, number of the first token that it drew), in their order."""
     ids = list(output.token_ids)
     flat = output.logprobs
     # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
@@ -349,9 +350,9 @@ def _completion(output, spans: list[tuple[int, int]]) -> Completion:
     logps = [flat.logprobs[flat.token_ids.index(*position)] for position in positions]
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     versions, starts = zip(*spans, strict=True)
-    versions = np.repeat(np.asarray(versions, np.int32), np.diff([*starts, len(ids)]))
-    logps = np.asarray(logps, np.float32)
-    return Completion(np.asarray(ids, np.int32), logps, output.finish_reason, versions, _likeliest(flat))
+    versions = np.repeat(versions, np.diff([*starts, len(ids)]))
+    tokens = make_tokens(ids, logp=logps, version=versions, mask=True)
+    return Completion(tokens, output.finish_reason, _likeliest(flat))
 
 
 def _likeliest(flat) -> list[dict[int, float]]:

@@ -66,7 +66,7 @@ class Gap:
 def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
     """Raises StopRun if a token was not drawn from the newest weights, `version`, or from those of one of the max_age
     steps before them."""
-    oldest = min(sample.weight_version for sample in samples)
+    oldest = min(sample.oldest_version for sample in samples)
     newest = max(sample.newest_version for sample in samples)
     oldest_allowed = version - grpo.async_grpo.max_age
     if oldest < oldest_allowed or newest > version:
@@ -241,8 +241,8 @@ def check_canary(
     sum_and_count = torch.zeros(2, dtype=torch.float64)
     sampling = SamplingOptions(head_options.temperature, num_new)
     for reply in engine.generate([prompt], [0], sampling, may_stop=False):
-        logp_R = _score(model, head_options.unfiltered, prompt, reply.ids.tolist(), device)
-        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.logps)).abs()
+        logp_R = _score(model, head_options.unfiltered, prompt, reply.ids, device)
+        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.tokens["logp"].copy())).abs()
         sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
     gap = float(sum_and_count[0] / sum_and_count[1])

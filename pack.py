@@ -21,9 +21,10 @@ A pack of a prompt with two responses, as in docs/walkthrough.md, which has the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from heapq import heapreplace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,11 +36,18 @@ from base.system.exchange import move_tokens
 from base.system.ranks import Ranks, on_device
 from config import Config
 from head import LossPath
-from records import Sample, groups_of
+from records import TOKEN, Sample, TokenSequence, groups_of
 
-# A sequence has the type Sample, too. Some samples have several sequences, most are their own one sequence.
-# Advantages and train_global_batch_size count samples; packs hold sequences.
-Part = list[Sample]  # sequences of a group that share a prompt in a pack; one sequence that shares none
+
+class Row(NamedTuple):
+    """A sequence, and the sample that it is of. Advantages and train_global_batch_size count samples; packs hold
+    sequences, and most samples have one."""
+
+    sample: Sample
+    sequence: TokenSequence
+
+
+Part = list[Row]  # of a group, which share a prompt in a pack; one that shares none
 
 
 @dataclass(slots=True)
@@ -49,13 +57,13 @@ class Pack:
     A segment is a whole sequence, a shared prompt, or the response to one; prefix_S is the segment that a response
     continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
     targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
-    row of a shared prompt predicts several. adv_R: of the token's sample, or turn; reward_R: of its sample; seq_R: the
-    number of its sequence within the pack; sample_R: of its sample within the minibatch. version_R: `Sample.versions`.
-    source_R: the target's place among the output ids of all sequences that `pack_samples` was given, back to back, by
-    which a dump finds the token of a row.
-    Example: the Sample of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
+    row of a shared prompt predicts several. tokens_R: the targets, with all that `records.TOKEN` has of a token. adv_R:
+    of the token's sample, or turn; reward_R: of its sample; seq_R: the number of its sequence within the pack;
+    sample_R: of its sample within the minibatch. source_R: the target's place among the output ids of all sequences
+    that `pack_samples` was given, back to back, by which a dump finds the token of a row.
+    Example: the TokenSequence of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
     prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
-    second one of the same prompt and output_ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
+    second one of the same prompt and output ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
     cu_seqlens [0, 3, 4, 5], prefix_S [-1, 0, 0], pos_R [2, 3, 2, 4], target_R [9, 3, 8, 6], seq_R [0, 0, 1, 1],
     source_R [0, 1, 2, 3].
     """
@@ -65,27 +73,35 @@ class Pack:
     cu_seqlens: np.ndarray  # int32, [S + 1]: bounds of the segments
     prefix_S: np.ndarray
     pos_R: np.ndarray
-    target_R: np.ndarray
-    sampler_logp_R: np.ndarray  # float32, as adv_R and reward_R
-    version_R: np.ndarray
-    adv_R: np.ndarray
+    tokens_R: np.ndarray  # of TOKEN
+    adv_R: np.ndarray  # float32, as reward_R
     seq_R: np.ndarray
     sample_R: np.ndarray
     reward_R: np.ndarray
     source_R: np.ndarray  # int32
 
+    @property
+    def target_R(self) -> np.ndarray:
+        return self.tokens_R["id"]
 
-# What belongs to a response token, and moves with it when rows change their order.
-ROW_FIELDS = (
-    "pos_R target_R sampler_logp_R version_R adv_R seq_R sample_R reward_R source_R "
-    "mask_R share_R old_logp_R ref_logp_R"
-).split()
+    @property
+    def sampler_logp_R(self) -> np.ndarray:
+        return self.tokens_R["logp"]
+
+    @property
+    def version_R(self) -> np.ndarray:
+        return self.tokens_R["version"]
+
+
+# What belongs to a response token beside tokens_R, and moves with it when rows change their order.
+ROW_FIELDS = "pos_R adv_R seq_R sample_R reward_R source_R mask_R share_R old_logp_R ref_logp_R".split()
 
 
 @dataclass(slots=True)
 class MicroBatch(Pack):
     """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
-    cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards.
+    cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards. tokens_R:
+    name of a column of TOKEN -> tensor.
     mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
     rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
     None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
@@ -107,6 +123,8 @@ class MicroBatch(Pack):
     def reorder(self, order_R: np.ndarray) -> None:
         """Puts the rows into another order: row i is the row order_R[i] of before."""
         index_R = on_device(order_R, self.mask_R.device)
+        for name, column_R in self.tokens_R.items():
+            self.tokens_R[name] = column_R[index_R]
         for name in ROW_FIELDS:
             value_R = getattr(self, name)
             if value_R is not None:
@@ -134,21 +152,22 @@ class Minibatch:
 def make_minibatches(
     samples: Sequence[Sample], adv_B: Sequence[float | list[float]], cfg: Config, ranks: Ranks, device: torch.device
 ) -> list[Minibatch]:
-    """This rank's minibatches of a rollout. A collective: the tokens of each sample move to the rank that trains on it;
-    rank 0 also gets those of the first num_samples_to_log samples, for the log."""
+    """This rank's minibatches of a rollout. A collective: the tokens of each sequence move to the rank that trains on
+    it."""
     size = cfg.policy.train_global_batch_size or len(samples)
-    max_tokens, share_prefix = cfg.policy.pack_tokens(device.type), cfg.policy.sequence_packing.share_prefix
-    _write_advantages(samples, adv_B, size)
+    max_tokens = cfg.policy.pack_tokens(device.type)
+    share_prefix = cfg.policy.sequence_packing.share_prefix
+    for number, (sample, adv) in enumerate(zip(samples, adv_B, strict=True)):
+        sample.advantage = adv
+        sample.number = number % size
     minibatch_shares = []  # minibatch -> rank -> its parts of groups
     for first in range(0, len(samples), size):
         trained = [sample for sample in samples[first : first + size] if sample.num_trained_tokens]
-        sequences = [sequence for sample in trained for sequence in sample.sequences]
-        minibatch_shares.append(assign_to_ranks(sequences, ranks.world_size, max_tokens, share_prefix))
-    needed: list[list[Sample]] = [[] for _ in range(ranks.world_size)]
+        minibatch_shares.append(assign_to_ranks(rows_of(trained), ranks.world_size, max_tokens, share_prefix))
+    needed: list[list[TokenSequence]] = [[] for _ in range(ranks.world_size)]
     for shares in minibatch_shares:
         for rank, share in enumerate(shares):
-            needed[rank] += [sequence for part in share for sequence in part]
-    needed[0] += [row for sample in samples[: cfg.logger.num_samples_to_log] for row in sample.sequences]
+            needed[rank] += [row.sequence for part in share for row in part]
     move_tokens(needed)
     minibatches = []
     for shares in minibatch_shares:
@@ -162,26 +181,25 @@ def make_minibatches(
     return minibatches
 
 
-def _write_advantages(samples: Sequence[Sample], adv_B: Sequence[float | list[float]], size: int) -> None:
-    """Into each sequence: its sample's advantage, or the advantages of its own turns, and its sample's number within a
-    minibatch of `size` samples."""
-    for number, (sample, adv) in enumerate(zip(samples, adv_B, strict=True)):
-        for sequence in sample.sequences:
-            sequence.number = number % size
-            if isinstance(adv, list):
-                sequence.advantage = [adv[turn] for turn in sequence.turns]
-            else:
-                sequence.advantage = adv
+def rows_of(samples: Iterable[Sample]) -> list[Row]:
+    return [Row(sample, sequence) for sample in samples for sequence in sample.sequences]
 
 
 def to_device(pack: Pack, device: torch.device) -> MicroBatch:
     """The pack as a micro-batch, of which nothing is masked yet."""
     tensors = {}
     for field in fields(pack):
-        if field.name not in ("cu_seqlens", "prefix_S"):
+        if field.name not in ("cu_seqlens", "prefix_S", "tokens_R"):
             tensors[field.name] = on_device(getattr(pack, field.name), device)
+    tokens_R = {}
+    for name in TOKEN.names:
+        column_R = pack.tokens_R[name].copy()
+        if np.issubdtype(column_R.dtype, np.integer):
+            column_R = column_R.astype(np.int64)  # torch indexes with these
+        tokens_R[name] = on_device(column_R, device)
     return MicroBatch(
         **tensors,
+        tokens_R=tokens_R,
         cu_seqlens=pack.cu_seqlens,
         prefix_S=pack.prefix_S,
         layout=PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device),
@@ -277,42 +295,40 @@ def shares_of_samples(rows: HostRows, num_tokens_B: np.ndarray) -> np.ndarray:
 
 def num_input_tokens(part: Part) -> int:
     """Input tokens of a part: the prompt once, each response without its last token."""
-    return len(part[0].prompt_ids) + sum(sample.num_output_tokens - 1 for sample in part)
+    return len(part[0].sequence.prompt_ids) + sum(row.sequence.num_output_tokens - 1 for row in part)
 
 
-def assign_to_ranks(
-    sequences: Sequence[Sample], world_size: int, max_tokens: int, share_prefix: bool
-) -> list[list[Part]]:
+def assign_to_ranks(rows: Sequence[Row], world_size: int, max_tokens: int, share_prefix: bool) -> list[list[Part]]:
     """The parts of groups that each rank trains on. The sequences of a part share their prompt in a pack of <=
     `max_tokens` input tokens; without `share_prefix` each sequence is a part.
 
     Few large parts save tokens, many small ones balance the ranks. The split whose busiest rank has fewest tokens wins.
     """
-    groups = groups_of(sequences, _prompt_of)
+    groups = groups_of(rows, _prompt_of)
     splits: list[list[Part]] = []
-    some_share_a_prompt = len(groups) < len(sequences)
+    some_share_a_prompt = len(groups) < len(rows)
     if share_prefix and some_share_a_prompt:
         for num_parts in (1, 2, 4, 8):
             splits.append([part for group in groups for part in _split(group, num_parts, max_tokens)])
-    splits.append([[sequence] for sequence in sequences])
+    splits.append([[row] for row in rows])
     shares_of_splits = [balance(split, world_size) for split in splits]
     return min(shares_of_splits, key=_load_of_busiest)
 
 
-def _prompt_of(sample: Sample) -> tuple[int, ...]:
-    """Equal for samples that share a prompt in a pack: two sequences of a group may begin in different ways."""
-    return (sample.prompt, *sample.prompt_ids)
+def _prompt_of(row: Row) -> tuple[int, ...]:
+    """Equal for rows that share a prompt in a pack: two sequences of a group may begin in different ways."""
+    return (row.sample.prompt, *row.sequence.prompt_ids)
 
 
 def _load_of_busiest(shares: Sequence[Sequence[Part]]) -> int:
     return max(sum(map(num_input_tokens, share)) for share in shares)
 
 
-def _split(group: list[Sample], num_parts: int, max_tokens: int) -> list[Part]:
+def _split(group: list[Row], num_parts: int, max_tokens: int) -> list[Part]:
     """The group in about `num_parts` equal parts of <= `max_tokens` input tokens. A response is never cut."""
-    lengths = [sample.num_output_tokens - 1 for sample in group]
+    lengths = [row.sequence.num_output_tokens - 1 for row in group]
     even_share = math.ceil(sum(lengths) / num_parts)
-    room_beside_prompt = max_tokens - len(group[0].prompt_ids)
+    room_beside_prompt = max_tokens - len(group[0].sequence.prompt_ids)
     room = min(room_beside_prompt, max(even_share, *lengths))  # the longest response fits, whatever an even share is
     return [[group[i] for i in members] for members in first_fit(lengths, room)]
 
@@ -352,7 +368,7 @@ def pack_samples(parts: Sequence[Part], max_tokens: int) -> list[Pack]:
     num_before = 0
     for part in parts:
         sources.append(num_before)
-        num_before += sum(sample.num_output_tokens for sample in part)
+        num_before += sum(row.sequence.num_output_tokens for row in part)
     packs = []
     for members in first_fit([num_input_tokens(part) for part in parts], max_tokens):
         packs.append(_pack([parts[i] for i in members], [sources[i] for i in members]))
@@ -379,14 +395,14 @@ class Placed:
     where the response follows the prompt in `first`, or has one id and so no input. source: the place of its first
     output id among those of all sequences."""
 
-    sample: Sample
+    row: Row
     first: Segment
     response: Segment | None
     source: int
 
 
 def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment], list[Placed]]:
-    """The segments of a pack in their order, and where each sample lies. sources: of each part's first output id.
+    """The segments of a pack in their order, and where each sequence lies. sources: of each part's first output id.
 
     First whole sequences and shared prompts, longest first; then the responses to the prompts. Equal shapes are
     neighbours, which CPU attention computes in one call.
@@ -396,13 +412,15 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
     responses: list[Segment] = []
     placed: list[Placed] = []
     for number, (first, part, source) in enumerate(firsts):  # these are the segments 0, 1, ...: `prefix` is the number
-        for sample in part:
+        for row in part:
+            sequence = row.sequence
             response = None
-            if len(part) > 1 and sample.num_output_tokens > 1:  # a response of one id has no input
-                response = Segment(sample.output_ids[:-1].astype(np.int64), number, len(sample.prompt_ids))
+            if len(part) > 1 and sequence.num_output_tokens > 1:  # a response of one id has no input
+                ids = sequence.tokens["id"][:-1].astype(np.int64)
+                response = Segment(ids, number, len(sequence.prompt_ids))
                 responses.append(response)
-            placed.append(Placed(sample, first, response, source))
-            source += sample.num_output_tokens
+            placed.append(Placed(row, first, response, source))
+            source += sequence.num_output_tokens
     responses.sort(key=lambda segment: (-segment.first_position, -len(segment.ids)))
     segments = [first for first, _, _ in firsts] + responses
     start = 0
@@ -414,13 +432,13 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
 
 def _first_segment(part: Part) -> Segment:
     """A shared prompt, or the inputs of a sequence that shares none."""
-    prompt_ids = part[0].prompt_ids
-    for sample in part:
-        assert sample.prompt_ids == prompt_ids, f"group {sample.prompt}: prompts differ"
-        assert len(sample.output_ids) == sample.num_output_tokens, f"tokens of group {sample.prompt} are not here"
+    prompt_ids = part[0].sequence.prompt_ids
+    for sample, sequence in part:
+        assert sequence.prompt_ids == prompt_ids, f"group {sample.prompt}: prompts differ"
+        assert len(sequence.tokens) == sequence.num_output_tokens, f"tokens of group {sample.prompt} are not here"
     ids = np.array(prompt_ids, np.int64)
     if len(part) == 1:
-        ids = np.concatenate([ids, part[0].output_ids[:-1]])
+        ids = np.concatenate([ids, part[0].sequence.tokens["id"][:-1]])
     return Segment(ids)
 
 
@@ -442,20 +460,19 @@ def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
 
 def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
     """The columns of a pack for the sampled ids of its sequence `number`."""
-    sample = placed.sample
-    sampled = np.flatnonzero(sample.mask)
-    prompt_end = placed.first.start + len(sample.prompt_ids)
+    sample, sequence = placed.row
+    sampled = np.flatnonzero(sequence.tokens["mask"])
+    prompt_end = placed.first.start + len(sequence.prompt_ids)
     response_start = placed.response.start if placed.response else prompt_end
-    if isinstance(sample.advantage, list):  # one for each reply
-        adv_R = np.repeat(np.float32(sample.advantage), sample.turn_tokens)
+    if isinstance(sample.advantage, list):  # one for each turn
+        advantages = [sample.advantage[turn] for turn in sequence.turns]
+        adv_R = np.repeat(np.float32(advantages), sequence.turn_tokens)
     else:
         adv_R = np.full(len(sampled), sample.advantage, np.float32)
     return {
         # Input j - 1 of the response predicts its id j; the prompt's last row predicts id 0.
         "pos_R": np.where(sampled > 0, response_start + sampled, prompt_end) - 1,
-        "target_R": sample.output_ids[sampled].astype(np.int64),
-        "sampler_logp_R": sample.sampler_logps[sampled].astype(np.float32),
-        "version_R": sample.versions[sampled].astype(np.int64),
+        "tokens_R": sequence.tokens[sampled],
         "adv_R": adv_R,
         "seq_R": np.full(len(sampled), number),
         "sample_R": np.full(len(sampled), sample.number),
@@ -475,9 +492,7 @@ def empty_pack() -> Pack:
         cu_seqlens=np.int32([0, 1]),
         prefix_S=np.array([-1]),
         pos_R=ids_R,
-        target_R=ids_R,
-        sampler_logp_R=floats_R,
-        version_R=ids_R,
+        tokens_R=np.zeros(0, TOKEN),
         adv_R=floats_R,
         seq_R=ids_R,
         sample_R=ids_R,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 STEPS_BETWEEN_STOPS = 16  # decode steps between two checks for a stop; with tensor parallelism each is a collective
+T = TypeVar("T")
 Weights = Iterable[tuple[str, "torch.Tensor"]]  # HF name, whole tensor
 
 
@@ -91,21 +92,44 @@ class SamplingOptions:
         return cls(cfg.temperature, cfg.max_new_tokens, cfg.top_p, cfg.top_k)
 
 
+# What a token of a reply has. This is its only declaration: the engine fills the columns, and conversations, agents'
+# rows, packs, the moves between ranks and the dumps take all that are here. To add one, name it here and fill it in
+# `engine.completion_of`; a pack then has it as `token_R[name]`.
+#
+#   logp      the sampler's log-probability, in nats, after temperature and filter; 0 where the id was not sampled
+#   version   the training step that left the weights which drew it; of an observation: that of the reply before
+#   mask      whether it may be trained: it was sampled, and its problem trains
+TOKEN = np.dtype([("id", np.int32), ("logp", np.float32), ("version", np.int32), ("mask", np.bool_)])
+
+
+def make_tokens(ids: Sequence[int], **columns: object) -> np.ndarray:
+    """[len(ids)] of TOKEN. columns: arrays or single values, by name; a column that is left out is 0.
+
+    Example: make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13], mask=True).
+    """
+    tokens = np.zeros(len(ids), TOKEN)
+    tokens["id"] = ids
+    for name, values in columns.items():
+        tokens[name] = values
+    return tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled reply: its ids (end token included), their log-probabilities under the sampling distribution (after
-    temperature and filter), why it ended, "stop" (an end token or stop string) or "length", and the weight version that
-    each id was drawn from. likeliest: of each position the likeliest ids, as many as were asked for, with their
+    """One sampled reply: its tokens (end token included; mask True), and why it ended, "stop" (an end token or stop
+    string) or "length". likeliest: of each position the likeliest ids, as many as were asked for, with their
     log-probabilities.
 
-    Example: ids [9, 3], logps [-0.1, -0.7], finish_reason "stop", versions [12, 13].
+    Example: make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13], mask=True), finish_reason "stop".
     """
 
-    ids: np.ndarray
-    logps: np.ndarray
+    tokens: np.ndarray
     finish_reason: str
-    versions: np.ndarray
     likeliest: Sequence[dict[int, float]] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        return self.tokens["id"].tolist()
 
 
 class Engine(Protocol):
@@ -182,117 +206,137 @@ class Engine(Protocol):
 
 
 @dataclass(slots=True)
-class Sample:
-    """One sampled conversation: exactly the ids that the engine saw and produced, never decoded and encoded again.
+class TokenSequence:
+    """A prompt and all that followed it: exactly the ids that the engine saw and produced, never decoded and encoded
+    again. It is what a pack holds.
 
-    prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
-    group. mask: False at output ids that were not sampled (observations) or are not trained on. versions: for each
-    output id, the training step that left the weights it was drawn from (an observation: of its reply). advantage: of
-    all its tokens, or of each turn (advantages.py). number: in its minibatch. is_filtered: it is not trained on,
-    whatever its mask says; if it was graded, its reward stays in the baseline of its group. expected: the row's answer.
-    turns: for each reply in output_ids the number of its turn; turn_tokens: its number of trained ids. messages: the
-    conversation, kept after grading for a reward model alone. engine: which one drew the sample.
+    tokens: behind the prompt, [num_output_tokens] of TOKEN: replies, and observations (mask False, log-probability 0).
+    turns: for each reply the number of its turn in the sample; turn_tokens: its number of trained ids. calls: what an
+    agent asked for each reply, as JSON, on the holder alone (base/agents/calls.py).
 
-    forks: further sequences of an agent's rollout, where it branched or changed what it had said. They have the grade
-    of the sample, and count in num_mask_tokens, weight_version, newest_version. is_led: by an agent, which got
-    num_calls replies; each is a turn. calls: what it asked for each reply of this sequence, as JSON, on the holder
-    alone (base/agents/calls.py).
+    holder: the only rank that has the tokens; None: all have them. base/system/exchange.py moves them. All ranks have
+    the numbers of tokens and the versions, which `count_tokens` sets.
 
-    holder: the only rank that has the tokens; None: all have them. base/system/exchange.py moves them. All ranks
-    have the numbers of tokens, which `count_tokens` sets.
-
-    Example (one turn): prompt 0, index 3, prompt_ids [5, 7, 2], output_ids [9, 3], sampler_logps [-0.1, -0.7],
-    mask [True, True], finish_reason "stop", versions [12, 13], grade of reward 1.0 and outcome "ok".
+    Example (one turn): prompt_ids [5, 7, 2], tokens make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13],
+    mask=True), turns [0], turn_tokens [2].
     """
 
-    prompt: int
-    index: int
-    row_id: int
     prompt_ids: list[int]
-    output_ids: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
-    sampler_logps: np.ndarray = field(default_factory=partial(np.zeros, 0, np.float32))
-    mask: np.ndarray = field(default_factory=partial(np.zeros, 0, bool))
-    finish_reason: str = ""
-    versions: np.ndarray = field(default_factory=partial(np.zeros, 0, np.int32))
-    grade: Grade = field(default_factory=Grade)
-    advantage: float | list[float] = float("nan")
-    number: int = -1
-    is_filtered: bool = False
-    expected: str = ""
-    env_name: str = ""
-    dataset: str = ""
-    num_env_tokens: int = 0
-    num_turns: int = 1
+    tokens: np.ndarray = field(default_factory=partial(np.zeros, 0, TOKEN))
     turns: list[int] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
-    messages: list[dict] = field(default_factory=list)
-    engine: int = 0
-    num_output_tokens: int = 0
-    num_mask_tokens: int = 0
-    weight_version: int = -1  # of the first token: the oldest
-    newest_version: int = -1
-    forks: list["Sample"] = field(default_factory=list)
-    is_led: bool = False
-    num_calls: int = 0
     calls: list[dict] = field(default_factory=list)
     holder: int | None = None
+    num_env_tokens: int = 0
+    num_output_tokens: int = 0
+    num_mask_tokens: int = 0
+    oldest_version: int = -1
+    newest_version: int = -1
 
     def __post_init__(self) -> None:
         self.count_tokens()
 
     def count_tokens(self) -> None:
         """Sets the numbers of tokens, on a rank that has the tokens. On the others they stay as the holder counted."""
-        if len(self.output_ids) == 0:
+        if len(self.tokens) == 0:
             return
-        self.num_output_tokens = len(self.output_ids)
-        self.num_mask_tokens = int(self.mask.sum())
-        self.weight_version = int(self.versions[0])
-        self.newest_version = int(self.versions.max())
-        for fork in self.forks:
-            self.num_mask_tokens += fork.num_mask_tokens
-            self.weight_version = min(self.weight_version, fork.weight_version)
-            self.newest_version = max(self.newest_version, fork.newest_version)
+        self.num_output_tokens = len(self.tokens)
+        self.num_mask_tokens = int(self.tokens["mask"].sum())
+        self.oldest_version = int(self.tokens["version"][0])
+        self.newest_version = int(self.tokens["version"].max())
 
-    def _append(self, ids: np.ndarray, logps: np.ndarray, versions: np.ndarray, is_trained: bool) -> None:
-        self.output_ids = np.concatenate([self.output_ids, ids])
-        self.sampler_logps = np.concatenate([self.sampler_logps, logps])
-        self.versions = np.concatenate([self.versions, versions])
-        self.mask = np.concatenate([self.mask, np.full(len(ids), is_trained)])
+    def add_reply(self, completion: Completion, turn: int, is_trained: bool) -> None:
+        """Appends the tokens of a reply, which is this turn of the sample."""
+        tokens = completion.tokens.copy()
+        tokens["mask"] = is_trained
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.turns.append(turn)
+        self.turn_tokens.append(int(tokens["mask"].sum()))
         self.count_tokens()
 
-    def add_reply(self, reply: Completion, is_trained: bool) -> None:
-        """Appends the ids of a reply."""
-        self._append(reply.ids, reply.logps, reply.versions, is_trained)
-
     def add_context(self, ids: Sequence[int]) -> None:
-        """Appends ids that were not sampled: log-probability 0, the version of the reply before."""
-        zeros, versions = np.zeros(len(ids), np.float32), np.repeat(self.versions[-1:], len(ids))
-        self._append(np.asarray(ids, np.int32), zeros, versions, False)
+        """Appends ids that were not sampled, with the version of the reply before."""
+        if len(ids) == 0:
+            return
+        self.tokens = np.concatenate([self.tokens, make_tokens(ids, version=self.tokens["version"][-1])])
         self.num_env_tokens += len(ids)
+        self.count_tokens()
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens["id"].tolist()
 
     @property
     def token_ids(self) -> list[int]:
         """All ids so far: the prompt of the next reply."""
-        return [*self.prompt_ids, *self.output_ids.tolist()]
+        return self.prompt_ids + self.output_ids
 
     @property
-    def sequences(self) -> list["Sample"]:
-        """The sample and its forks: what is packed."""
-        return [self, *self.forks]
-
-    @property
-    def num_trained_tokens(self) -> int:
-        """Tokens that the loss trains, forks included: those of the mask, or none."""
-        return 0 if self.is_filtered else self.num_mask_tokens
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + self.num_output_tokens
 
     @property
     def num_gen_tokens(self) -> int:
         """Ids that the policy sampled."""
-        return self.num_output_tokens - self.num_env_tokens + sum(fork.num_gen_tokens for fork in self.forks)
+        return self.num_output_tokens - self.num_env_tokens
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sampled conversation, and its grade.
+
+    prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
+    group. sequences: its tokens. The first is the conversation; an agent that branched, or changed what it had said,
+    has further ones. expected: the row's answer. num_turns: replies; of an agent, num_calls. is_led: by an agent.
+    messages: the conversation, kept after grading for a reward model alone. engine: which one drew the sample.
+    is_filtered: it is not trained on, whatever its mask says; if it was graded, its reward stays in the baseline of
+    its group. advantage: of all its tokens, or of each turn (advantages.py). number: in its minibatch.
+
+    Example: prompt 0, index 3, one sequence, finish_reason "stop", grade of reward 1.0 and outcome "ok".
+    """
+
+    prompt: int
+    index: int
+    row_id: int
+    sequences: list[TokenSequence]
+    grade: Grade = field(default_factory=Grade)
+    finish_reason: str = ""
+    expected: str = ""
+    env_name: str = ""
+    dataset: str = ""
+    num_turns: int = 1
+    is_led: bool = False
+    num_calls: int = 0
+    messages: list[dict] = field(default_factory=list)
+    engine: int = 0
+    is_filtered: bool = False
+    advantage: float | list[float] = float("nan")
+    number: int = -1
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + self.num_output_tokens  # without forks
+    def sequence(self) -> TokenSequence:
+        """The conversation; of an agent's sample, its longest sequence."""
+        return self.sequences[0]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Tokens that the loss trains: those of the masks, or none."""
+        if self.is_filtered:
+            return 0
+        return sum(sequence.num_mask_tokens for sequence in self.sequences)
+
+    @property
+    def num_gen_tokens(self) -> int:
+        """Ids that the policy sampled."""
+        return sum(sequence.num_gen_tokens for sequence in self.sequences)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(sequence.oldest_version for sequence in self.sequences)
+
+    @property
+    def newest_version(self) -> int:
+        return max(sequence.newest_version for sequence in self.sequences)
 
 
 def sample_seed(*key: int) -> int:
@@ -300,11 +344,9 @@ def sample_seed(*key: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "little")
 
 
-def groups_of(
-    samples: Sequence[Sample], key: Callable[[Sample], Hashable] = attrgetter("prompt")
-) -> list[list[Sample]]:
-    """Samples by their prompt, or by `key`, in the order in which prompts first appear."""
-    groups: dict[Hashable, list[Sample]] = {}
+def groups_of(samples: Sequence[T], key: Callable[[T], Hashable] = attrgetter("prompt")) -> list[list[T]]:
+    """Samples by their prompt, or anything by `key`, in the order in which keys first appear."""
+    groups: dict[Hashable, list[T]] = {}
     for sample in samples:
         groups.setdefault(key(sample), []).append(sample)
     return list(groups.values())

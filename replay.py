@@ -92,8 +92,8 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
 def check_ids(folder: Path, samples: Sequence[Sample], vocab_size: int) -> None:
     """ConfigError where a token is none of the model's."""
     for sample in samples:
-        for row in sample.sequences:
-            ids = np.array(row.token_ids)
+        for sequence in sample.sequences:
+            ids = np.array(sequence.token_ids)
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if len(wrong):
                 raise ConfigError(

@@ -25,7 +25,7 @@ from base.system.exchange import share_samples
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks, any_rank, gather
 from config import Config
-from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions, groups_of, sample_seed
+from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions, TokenSequence, groups_of, sample_seed
 
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
@@ -65,7 +65,7 @@ class Conversation:
             index=index,
             row_id=problem.row_id,
             expected=problem.answer,
-            prompt_ids=problem.prompt_ids,
+            sequences=[TokenSequence(problem.prompt_ids)],
             grade=Grade(reward=0.0),
             env_name=problem.env_name,
             num_turns=0,
@@ -85,12 +85,9 @@ class Conversation:
     def add_reply(self, completion: Completion, tokenizer: Tokenizer, special_tokens: bool = False) -> envs.Turn:
         """Appends the reply; returns the environment's view of the conversation."""
         problem, sample = self.problem, self.sample
-        ids_before = sample.token_ids
-        num_mask_tokens = sample.num_mask_tokens
-        self.reply_ids = completion.ids.tolist()
-        sample.add_reply(completion, self.is_trained)
-        sample.turns.append(sample.num_turns)
-        sample.turn_tokens.append(sample.num_mask_tokens - num_mask_tokens)
+        ids_before = sample.sequence.token_ids
+        self.reply_ids = completion.ids
+        sample.sequence.add_reply(completion, sample.num_turns, self.is_trained)
         sample.finish_reason = completion.finish_reason
         sample.messages.append({"role": "assistant", "content": tokenizer.decode(completion.ids)})
         open_tag = OPEN_TAG.search(tokenizer.decode(ids_before[-OPEN_TAG_TOKENS:]))
@@ -102,7 +99,7 @@ class Conversation:
             fields=problem.fields,
             prompt_ids=ids_before,
             completion_ids=self.reply_ids,
-            weight_version=int(completion.versions[-1]),
+            weight_version=int(completion.tokens["version"][-1]),
             opened=open_tag[0] if open_tag else "",
             raw_reply=tokenizer.decode(self.reply_ids, special=True) if special_tokens else "",
         )
@@ -127,10 +124,10 @@ class Conversation:
             return
         observation = list(result.observation)
         ids = tokenizer.observation_ids(sample.messages[:-1], self.reply_ids, observation, self.problem.tools)
-        if sample.num_tokens + len(ids) >= max_total_tokens:
+        if sample.sequence.num_tokens + len(ids) >= max_total_tokens:
             sample.finish_reason = "length"
             return
-        sample.add_context(ids)
+        sample.sequence.add_context(ids)
         sample.messages += observation
         self.state = State.READY
 
@@ -238,7 +235,7 @@ class Sampler(AbstractContextManager):
                 conversation = Conversation(problem, prompt, index, options, seed_key, step)
                 sample = conversation.sample
                 sample.engine = dp_rank
-                sample.holder = dp_rank * self.ranks.tp_size + number % self.ranks.tp_size
+                sample.sequence.holder = dp_rank * self.ranks.tp_size + number % self.ranks.tp_size
                 sample.is_led = sample.env_name in self.grading.leading
                 dealt.append(conversation)
             if dp_rank == self.ranks.dp_rank:
@@ -277,7 +274,7 @@ class Sampler(AbstractContextManager):
         ready = [conversation for conversation in conversations if conversation.state is State.READY]
         if not ready:
             return
-        prompts = [conversation.sample.token_ids for conversation in ready]
+        prompts = [conversation.sample.sequence.token_ids for conversation in ready]
         seeds = [seed_of(conversation) for conversation in ready]
         priority = ready[0].step  # the oldest step first, a validation before all of them
         request_ids = self.engine.start(prompts, seeds, ready[0].options, priority)
@@ -508,7 +505,7 @@ def sample_step(
         num_missing = grpo.num_prompts_per_step - len(chosen)
         trained = []
         for number, group in enumerate(chosen):
-            trained += [renumbered(sample, number) for sample in group]
+            trained += [replace(sample, prompt=number) for sample in group]
         if grpo.overlong_filtering:
             num_overlong = filter_overlong(trained)
         for sample in trained:
@@ -521,12 +518,6 @@ def sample_step(
         metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, waiting))
         metrics["dynamic_sampling_num_missing_groups"] = num_missing
     return StepSamples(trained, generated, cursor, metrics)
-
-
-def renumbered(sample: Sample, prompt: int) -> Sample:
-    """A copy of the sample and of its forks with another prompt number."""
-    forks = [replace(fork, prompt=prompt) for fork in sample.forks]
-    return replace(sample, prompt=prompt, forks=forks)
 
 
 def _nothing_to_train(

@@ -88,7 +88,7 @@ def speed(engine: Engine, prompts: list[list[int]], seeds: list[int], options: S
     for _ in range(2):
         assert engine.llm.reset_prefix_cache()
         start = time.perf_counter()
-        both.append([completion.ids.tolist() for completion in engine.generate(prompts, seeds, options)])
+        both.append([completion.ids for completion in engine.generate(prompts, seeds, options)])
         elapsed = time.perf_counter() - start
     return sum(map(len, both[1])) / elapsed, both
 

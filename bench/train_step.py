@@ -134,17 +134,14 @@ def random_batch(cfg: Config, vocab: int, num_samples: int, ranks: Ranks, device
         if i % 16 == 0:
             prompt = rng.integers(0, vocab, rng.integers(60, 161))
         response = rng.integers(0, vocab, rng.integers(100, 401))
+        tokens = records.make_tokens(response, logp=-math.log(vocab), mask=True)
         sample = records.Sample(
             prompt=i // 16,
             index=i % 16,
             row_id=0,
-            prompt_ids=prompt.tolist(),
-            output_ids=response,
-            sampler_logps=np.full(len(response), -math.log(vocab), np.float32),
-            mask=np.ones(len(response), bool),
-            finish_reason="stop",
-            versions=np.zeros(len(response), int),
+            sequences=[records.TokenSequence(prompt.tolist(), tokens)],
             grade=records.Grade(reward=float(i % 2), outcome="ok"),
+            finish_reason="stop",
         )
         samples.append(sample)
     adv_B = rng.standard_normal(num_samples).tolist()

@@ -101,7 +101,7 @@ def ours(folder: Path) -> int:
 
     def note(samples) -> None:
         trained = samples.trained
-        gate.note_tokens([sample.prompt_ids for sample in trained], [sample.num_output_tokens for sample in trained])
+        gate.note_tokens([s.sequence.prompt_ids for s in trained], [s.sequence.num_output_tokens for s in trained])
 
     def held(run):
         for step in steps(run):

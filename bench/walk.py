@@ -85,7 +85,7 @@ def trace_step(words: list[str]) -> Trace:
     def traced_end_step(run, samples, minibatches, metrics):
         end_step(run, samples, minibatches, metrics)
         sys.setprofile(None)
-        trace.step = {"samples": [asdict(sample) for sample in samples.trained], "metrics": metrics}
+        trace.step = {"samples": [recorded(sample) for sample in samples.trained], "metrics": metrics}
 
     steps.remaining_steps, steps.end_step = traced_steps, traced_end_step
     grpo.sample_metrics = traced_sample_metrics
@@ -104,6 +104,14 @@ def files_of_stages(trace: Trace) -> dict[str, dict[str, list[str]]]:
         if not file.startswith(OPERATION) and "<" not in name:
             stages.setdefault(stage, {}).setdefault(file, []).append(name)
     return stages
+
+
+def recorded(sample) -> dict:
+    """The sample with its one sequence, and each column of the tokens by itself."""
+    record = asdict(sample)
+    (sequence,) = record.pop("sequences")
+    tokens = sequence.pop("tokens")
+    return record | sequence | {name: tokens[name] for name in tokens.dtype.names}
 
 
 def table(trace: Trace) -> str:

@@ -33,15 +33,16 @@ from base.system.exits import host_name
 from base.system.files import read_records
 from config import LoggerConfig, WandbConfig, shortened
 from metrics import Numbers
-from records import Sample
+from records import Sample, TokenSequence
 from run.health import Health
 
 T = TypeVar("T")
 TIMING_NAMES = {"prepare_for_generation": "prepare_for_generation/total"}  # NeMo RL's name
 PHASES = {"gen": "generation", "data": "data_processing", "train": "policy_training", "sync": "prepare_for_generation"}
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "hf_model", "hf_adapter")
-SAMPLE_FIELDS = """row_id index env_name reward unshaped_reward outcome advantage finish_reason weight_version
-num_gen_tokens""".split()
+SAMPLE_FIELDS = (
+    """row_id index env_name reward unshaped_reward outcome advantage finish_reason num_gen_tokens""".split()
+)
 GRADE_FIELDS = ("reward", "unshaped_reward", "outcome")
 MAX_WITH_TOKENS = 16  # samples of a step: tokens with their numbers take three times the room of the text
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
@@ -144,8 +145,8 @@ class RunLog:
         self._append("samples.jsonl", text.encode(errors="backslashreplace"))
         if kind.endswith("/greedy"):
             for sample in samples[: self.cfg.num_val_samples_to_print]:
-                prompt = _decoded(tokenizer, sample.prompt_ids)
-                reply = _decoded(tokenizer, sample.output_ids)
+                prompt = _decoded(tokenizer, sample.sequence.prompt_ids)
+                reply = _decoded(tokenizer, sample.sequence.output_ids)
                 grade = f"{sample.grade.outcome}, reward {sample.grade.reward:g}, expected {shortened(sample.expected)}"
                 print(f"    [{kind}] {prompt!r} -> {reply!r}  {grade}", flush=True)
 
@@ -263,36 +264,37 @@ def shown(values: Numbers, name: str) -> str:
 
 def _record_of(sample: Sample, tokenizer: Tokenizer) -> dict:
     """The line of samples.jsonl for a sample, without step and kind."""
-    record = {"prompt": _decoded(tokenizer, sample.prompt_ids), "reply": _decoded(tokenizer, sample.output_ids)}
+    sequence = sample.sequence
+    record = {"prompt": _decoded(tokenizer, sequence.prompt_ids), "reply": _decoded(tokenizer, sequence.output_ids)}
     for name in SAMPLE_FIELDS:
         owner = sample.grade if name in GRADE_FIELDS else sample
         record[name] = getattr(owner, name)
+    record["weight_version"] = sample.oldest_version
     if sample.grade.rewards:
         record["rewards"] = sample.grade.rewards
     record["expected"] = sample.expected[:MAX_EXPECTED]
     if sample.grade.message:  # of an agent that failed
         record["message"] = sample.grade.message
     if sample.is_led:
-        record["rows"] = [_calls_of(row, sample.is_filtered) for row in sample.sequences]
+        record["rows"] = [_calls_of(sample, sequence) for sequence in sample.sequences]
     return record
 
 
-def _calls_of(row: Sample, is_filtered: bool) -> list[dict]:
+def _calls_of(sample: Sample, sequence: TokenSequence) -> list[dict]:
     """The calls of a sequence that an agent led, in their order: number of the call in its rollout, messages that the
     agent added, reply, ids of the reply as they were drawn, whether they are trained, reward and advantage."""
-    advantages = row.advantage
-    if not isinstance(advantages, list):
-        advantages = [advantages] * len(row.calls)
     calls = []
-    for call, number, advantage in zip(row.calls, row.turns, advantages, strict=True):
-        place = slice(call["start"], call["end"])
+    for call, number in zip(sequence.calls, sequence.turns, strict=True):
+        tokens = sequence.tokens[call["start"] : call["end"]]
         record = {"number": number, "messages": call["messages"], "reply": call["reply"]}
         if "tools" in call:
             record["tools"] = call["tools"]
-        record["ids"] = row.output_ids[place].tolist()
-        record["is_trained"] = bool(row.mask[place].all()) and not is_filtered
-        record["reward"] = row.grade.turn_rewards[number]
-        record["advantage"] = advantage
+        record["ids"] = tokens["id"].tolist()
+        record["is_trained"] = bool(tokens["mask"].all()) and not sample.is_filtered
+        record["reward"] = sample.grade.turn_rewards[number]
+        record["advantage"] = sample.advantage
+        if isinstance(sample.advantage, list):
+            record["advantage"] = sample.advantage[number]
         calls.append(record)
     return calls
 
@@ -301,18 +303,18 @@ def _add_tokens(record: dict, sample: Sample, tokenizer: Tokenizer) -> None:
     """Adds the tokens, for the report's colours: of each the text, and the sampler's log-probability, null where the
     mask is False. An agent's calls get their own. Nothing is computed: rank 0 has all of it."""
     if sample.is_led:
-        for row, calls in zip(sample.sequences, record["rows"], strict=True):
-            for call, record_of_call in zip(row.calls, calls, strict=True):
-                record_of_call |= _tokens_of(row, slice(call["start"], call["end"]), tokenizer)
+        for sequence, calls in zip(sample.sequences, record["rows"], strict=True):
+            for call, record_of_call in zip(sequence.calls, calls, strict=True):
+                record_of_call |= _texts_and_logps(sequence.tokens[call["start"] : call["end"]], tokenizer)
         return
-    record |= _tokens_of(sample, slice(None), tokenizer)
+    record |= _texts_and_logps(sample.sequence.tokens, tokenizer)
     if isinstance(sample.advantage, list):  # each turn has its own
-        record["turn_tokens"] = sample.turn_tokens
+        record["turn_tokens"] = sample.sequence.turn_tokens
 
 
-def _tokens_of(row: Sample, place: slice, tokenizer: Tokenizer) -> dict[str, list]:
-    logps = np.where(row.mask[place], row.sampler_logps[place], math.nan).astype(float)
-    texts = tokenizer.token_texts(row.output_ids[place])
+def _texts_and_logps(tokens: np.ndarray, tokenizer: Tokenizer) -> dict[str, list]:
+    logps = np.where(tokens["mask"], tokens["logp"], math.nan).astype(float)
+    texts = tokenizer.token_texts(tokens["id"].tolist())
     return {"tokens": texts, "sampler_logps": [round(logp, 4) for logp in logps.tolist()]}
 
 

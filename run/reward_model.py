@@ -65,7 +65,8 @@ class RewardModel:
     def grade(self, samples: Sequence[Sample], engine: Engine) -> None:
         """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps
         meanwhile, and keeps its weights."""
-        kept = [sample for sample in held_here(samples) if sample.messages]
+        is_held = held_here(sample.sequence for sample in samples)
+        kept = [sample for sample, is_here in zip(samples, is_held, strict=True) if is_here and sample.messages]
         if not any_rank(len(kept) > 0):
             return
         engine.sleep(keep_weights=True)

@@ -14,7 +14,7 @@ from base.agents.metrics import agent_metrics
 from base.hf.weights import adapter_config, save_adapter, save_hf
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import describe_os_error
-from base.system.exchange import move_calls
+from base.system.exchange import move_to_log
 from base.system.exits import Interrupted, Saved, StopRun
 from base.system.progress import Progress
 from base.system.ranks import any_rank
@@ -60,7 +60,7 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
     performance = performance_metrics(metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
     performance |= run.memory.metrics(run.timer.peaks)
-    move_calls(samples.trained[: run.cfg.logger.num_samples_to_log])
+    move_to_log(samples.trained[: run.cfg.logger.num_samples_to_log])
     if run.log:
         run.log.step(state.step, metrics, seconds, performance)
         run.log.samples(state.step, "train", samples.trained, run.inputs.tokenizer)

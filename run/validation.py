@@ -11,7 +11,7 @@ from base.hf.weights import sync_weights
 from base.inputs.resume import checkpoint_folder
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import write_whole
-from base.system.exchange import move_calls, move_tokens
+from base.system.exchange import move_to_log
 from base.system.progress import Progress
 from config import Config
 from metrics import summarize
@@ -125,6 +125,5 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
             with Progress(f"validation, {name}, {mode}: {len(problems) * num_samples:,} answers"):
                 samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
             logged = samples[:num_logged]
-            move_tokens([[row for sample in logged for row in sample.sequences]])
-            move_calls(logged)
+            move_to_log(logged)
             yield name, mode, samples

@@ -183,7 +183,7 @@ def expect_metric(sums: dict, name: str, expected: float, file: str, case: str) 
 
 def check_metric() -> None:
     from metrics import sample_metrics
-    from records import Grade, Sample
+    from records import Grade, Sample, TokenSequence
 
     _, _, sums = losses(LossConfig(**NUMBERS))
     case = packs("logp_R", "old_logp_R", "mask_R")
@@ -192,7 +192,7 @@ def check_metric() -> None:
     samples = []
     for index, reward in enumerate((0.0, 1.0, 0.5, 1.0)):
         grade = Grade(reward=reward, outcome="ok", turn_rewards=[reward], unshaped_reward=reward)
-        samples.append(Sample(prompt=0, index=index, row_id=0, prompt_ids=[5], finish_reason="stop", grade=grade))
+        samples.append(Sample(0, index, 0, [TokenSequence([5])], grade, finish_reason="stop"))
     numbers = sample_metrics(samples, samples)
     expect("reward_std" in numbers, "metrics.py, sample_metrics: there is no reward_std")
     expect_close(numbers["reward_std"], math.sqrt(0.171875), "train/reward_std of the rewards 0, 1, 0.5, 1")

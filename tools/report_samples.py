@@ -300,8 +300,8 @@ def dump_lines(file: Path, step: int, notes: list[str]) -> Iterator[dict]:
 def columns_of(arrays: dict[str, np.ndarray]) -> dict[int, Tokens]:
     """Line of samples.jsonl -> numbers of its tokens, from the file of a rank. NaN: not trained."""
     columns_T = {
-        "sampler": np.where(arrays["mask_T"], arrays["sampler_logp_T"], math.nan),
-        "gap": arrays["logp_T"] - arrays["sampler_logp_T"],
+        "sampler": np.where(arrays["mask_T"], arrays["logp_T"], math.nan),
+        "gap": arrays["trainer_logp_T"] - arrays["logp_T"],
         "entropy": arrays["entropy_T"],
     }
     ends = np.cumsum(arrays["num_tokens_S"])

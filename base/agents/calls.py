@@ -11,7 +11,7 @@ from functools import partial
 from base.agents.wire_chat import Refused, Request, digest, link_of, read_message
 from base.hf.tokenizer import Tokenizer
 from config import DataError
-from records import Completion, Sample, SamplingOptions, sample_seed
+from records import Completion, SamplingOptions, TokenSequence, sample_seed
 
 CHARS_PER_TOKEN = 64  # no text has more of them
 
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def ids(self) -> list[int]:
-        return [*self.prompt_ids, *self.completion.ids.tolist()]
+        return self.prompt_ids + self.completion.ids
 
     def add_reply(self, message: dict, contents: Iterable[str]) -> None:
         """From now on a call can go on from the reply. contents: the texts that the message may come back with."""
@@ -178,19 +178,18 @@ def num_sampled_ids(row: Sequence[Call]) -> int:
     return sum(len(call.completion.ids) for call in row)
 
 
-def fill(sample: Sample, row: Sequence[Call], turns: Mapping[Call, int], is_trained: bool) -> None:
-    """Gives the sample the tokens of a row: its replies, whose turns have these numbers, and what was between them."""
-    sample.prompt_ids = row[0].prompt_ids
+def sequence_of(row: Sequence[Call], turns: Mapping[Call, int], is_trained: bool) -> TokenSequence:
+    """The tokens of a row: its replies, whose turns have these numbers, and what was between them."""
+    sequence = TokenSequence(row[0].prompt_ids)
     num_known = 0  # messages
     for call in row:
-        assert call.prompt_ids[: sample.num_tokens] == sample.token_ids, "it goes on from the ids before"
-        sample.add_context(call.prompt_ids[sample.num_tokens :])
-        start = sample.num_output_tokens
-        sample.add_reply(call.completion, is_trained)
-        sample.turns.append(turns[call])
-        sample.turn_tokens.append(len(call.completion.ids) if is_trained else 0)
+        assert call.prompt_ids[: sequence.num_tokens] == sequence.token_ids, "it goes on from the ids before"
+        sequence.add_context(call.prompt_ids[sequence.num_tokens :])
+        start = sequence.num_output_tokens
+        sequence.add_reply(call.completion, turns[call], is_trained)
         asked = {"messages": call.request.messages[num_known:], "reply": call.reply}
         if num_known == 0 and call.request.tools:
             asked["tools"] = [tool["function"]["name"] for tool in call.request.tools]
-        sample.calls.append(asked | {"start": start, "end": sample.num_output_tokens})
+        sequence.calls.append(asked | {"start": start, "end": sequence.num_output_tokens})
         num_known = len(call.request.messages) + 1  # with the reply
+    return sequence

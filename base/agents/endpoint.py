@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from base.agents.calls import Call, Rollout, fill
+from base.agents.calls import Call, Rollout, sequence_of
 from base.agents.environment import LOOPBACK, Agent
 from base.agents.parser import Parsed
 from base.agents.server import Asked, Gone, Server
@@ -102,7 +102,7 @@ class Endpoint:
         return rollout
 
     def finish(self, key: str, sample: Sample, result: StepResult, is_trained: bool) -> StepResult:
-        """Ends a rollout and fills the sample: its longest row, the others as forks. Returns the result: the agent's,
+        """Ends a rollout and gives the sample its sequences, the longest first. Returns the result: the agent's,
         if it has asked."""
         rollout = self.close(key)
         rows = rollout.rows()
@@ -112,7 +112,8 @@ class Endpoint:
         if not rows:  # the policy is not the reason
             result = StepResult(0.0, "error")
             message = message or "the agent never called the endpoint"
-            sample.weight_version = sample.newest_version = self.engine.weight_version
+            sample.sequence.oldest_version = self.engine.weight_version
+            sample.sequence.newest_version = self.engine.weight_version
         elif result.state.get("crashed"):
             result = replace(result, outcome="crashed")
         elif rewards and len(rewards) != len(turns):
@@ -120,10 +121,11 @@ class Endpoint:
             message = f"the agent returned {len(rewards)} call_rewards for {len(turns)} replies"
             rewards = []
         sample.grade.turn_rewards = rewards or [result.reward] * len(turns)
-        sample.forks = [replace(sample, forks=[], turns=[], turn_tokens=[], calls=[]) for _ in rows[1:]]
-        for row, sequence in zip(rows, (sample, *sample.forks), strict=False):
-            fill(sequence, row, turns, is_trained)
-        sample.count_tokens()
+        if rows:
+            holder = sample.sequence.holder
+            sample.sequences = [sequence_of(row, turns, is_trained) for row in rows]
+            for sequence in sample.sequences:
+                sequence.holder = holder
         was_cut = rollout.was_refused_for_room
         if rows and rows[0][-1].completion.finish_reason == "length":
             was_cut = True
@@ -269,7 +271,7 @@ class Endpoint:
         """The reply as the client gets it; the call can now be gone on from."""
         request = call.request
         completion = call.completion
-        ids = completion.ids.tolist()
+        ids = completion.ids
         text = self._text_of(completion, request)
         found = [(text.index(string), string) for string in request.stop or () if string in text]
         length, cut_at = min(found, default=(len(text), None))
@@ -281,7 +283,7 @@ class Endpoint:
         tokens = []
         likeliest = []
         if request.logprobs:
-            tokens = [self._token(*pair) for pair in zip(ids, completion.logps.tolist(), strict=True)]
+            tokens = [self._token(*pair) for pair in zip(ids, completion.tokens["logp"].tolist(), strict=True)]
         if _num_likeliest(request):
             likeliest = [[self._token(*pair) for pair in others.items()] for others in completion.likeliest]
         reply = Reply(
@@ -304,7 +306,7 @@ class Endpoint:
         return Token(self.tokenizer.decode([token_id], special=True), max(logp, LEAST_LOGP))
 
     def _text_of(self, completion: Completion, request: Request) -> str:
-        ids = completion.ids.tolist()
+        ids = completion.ids
         ends = [*self.engine.stop_token_ids, *(request.stop_token_ids or ())]
         if completion.finish_reason == "stop" and ids[-1] in ends:
             ids = ids[:-1]

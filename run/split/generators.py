@@ -155,9 +155,9 @@ def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.dev
 
 def with_tokens(samples: list[Sample]) -> list[Sample]:
     """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
-    rows = [row for sample in samples for row in sample.sequences]
-    move_tokens([rows])
+    sequences = [sequence for sample in samples for sequence in sample.sequences]
+    move_tokens([sequences])
     move_calls(samples)
-    for row in rows:
-        row.holder = None
+    for sequence in sequences:
+        sequence.holder = None
     return samples

@@ -29,7 +29,7 @@ from head import HeadOptions, LossPath
 from judges import worker
 from judges.pool import Graded
 from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
-from records import Grade, Sample
+from records import Grade, Sample, TokenSequence, make_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.modules[worker.PACKAGE] = sys.modules["judges"]  # as in a worker
@@ -86,7 +86,8 @@ def test_a_tree_of_calls(tokenizer):
     assert two[0].prompt_ids == two[1].prompt_ids and len({call.seed for call in rollout.calls}) == 6
     assert again.prompt_ids == first.prompt_ids and again.seed != first.seed
     assert (
-        tokenizer.decode(other.prompt_ids[len(first.ids) :], special=True) == "\n<|user|>user\n!<|end|>\n<|assistant|>"
+        tokenizer.decode(other.sequence.prompt_ids[len(first.ids) :], special=True)
+        == "\n<|user|>user\n!<|end|>\n<|assistant|>"
     )
     for call in rollout.calls[1:]:
         reply_of(call, tokenizer, "b")
@@ -235,18 +236,13 @@ def rollouts(rng):
         rows = []
         for number in range(1 + (prompt + index) % 4):
             size, context = int(rng.integers(2, 9)), [3 + prompt, 7, number // 2] * (1 + number // 2)
-            ids, logps = rng.integers(0, 9, size, np.int32), rng.normal(-2, 0.4, size).astype(np.float32)
-            given = {"mask": np.arange(size) % 4 != 2, "versions": np.ones(size), "is_led": True}
-            rows.append(Sample(prompt, index, 0, context, ids, logps, **given))
+            ids, logps = rng.integers(0, 9, size), rng.normal(-2, 0.4, size)
+            rows.append(TokenSequence(context, make_tokens(ids, logp=logps, version=1, mask=np.arange(size) % 4 != 2)))
         outcome = "ok"
         if index == 4:
             outcome = "error" if prompt == 1 else "crashed"
         grade = Grade(float(rng.random()), outcome)
-        rows[0].forks = rows[1:]
-        for row in rows:
-            row.grade = grade
-        rows[0].count_tokens()
-        samples.append(rows[0])
+        samples.append(Sample(prompt, index, 0, rows, grade, is_led=True))
     return samples
 
 
@@ -294,8 +290,8 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
     for s in samples:
         s.grade.reward *= s.grade.outcome == "ok"
         s.is_filtered = s.grade.outcome == "error"
-    samples[2].forks[1].sampler_logps[:] = np.nan
-    samples[3].sampler_logps[0] = np.inf
+    samples[2].sequences[2].tokens["logp"] = np.nan
+    samples[3].sequence.tokens["logp"][0] = np.inf
     adv_B, _ = step_advantages(samples, cfg.grpo, cfg.loss_fn)
     tables = [torch.randn(size, 9, generator=torch.manual_seed(1)) for size in (12, 40)]
     ours, theirs = ([t.clone().requires_grad_() for t in tables] for _ in range(2))
@@ -307,14 +303,14 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
         want = loop_advantage(s.grade.reward, [o.grade.reward for o in graded], cfg.grpo) if s.grade.is_valid else 0.0
         assert adv == pytest.approx(want, rel=1e-9, abs=1e-9)
         losses = []
-        for row in (s, *s.forks) if s.grade.is_valid else ():
-            ids = [*row.prompt_ids, *row.output_ids.tolist()]
+        for row in s.sequences if s.grade.is_valid else ():
+            ids = row.token_ids
             log_ratios = []
-            for i in np.flatnonzero(row.mask):
+            for i in np.flatnonzero(row.tokens["mask"]):
                 at = len(row.prompt_ids) + int(i) - 1
-                if np.isfinite(row.sampler_logps[i]) and ids[at + 1] != 5:
+                if np.isfinite(row.tokens["logp"][i]) and ids[at + 1] != 5:
                     logp = (theirs[0][ids[at]] + theirs[1][at]).log_softmax(0)[ids[at + 1]]
-                    log_ratios.append(logp - float(row.sampler_logps[i]))
+                    log_ratios.append(logp - float(row.tokens["logp"][i]))
             if log_ratios and cfg.loss_fn.sequence_level_importance_ratios:
                 log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
             for log_ratio in log_ratios:

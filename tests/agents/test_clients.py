@@ -28,8 +28,8 @@ from base.agents.parser import Parsed
 from base.hf.tokenizer import Tokenizer
 from base.inputs.reader import load
 from config import AgentConfig
-from pack import pack_samples, to_device
-from records import Completion
+from pack import pack_samples, rows_of, to_device
+from records import Completion, make_tokens
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,20 +164,23 @@ def test_a_framework_is_trained_token_for_token(case, program, tmp_path, monkeyp
     inputs = [(client.name, f"{n}+7") for n in range(NUM_ROLLOUTS // 4)]
     samples = sample(case, [client], inputs, num_samples=4, **{client.name: kwargs})
     assert [(s.grade.message, s.grade.outcome in ("ok", "wrong")) for s in samples] == [("", True)] * NUM_ROLLOUTS
-    rows = [row for s in samples for row in (s, *s.forks)]
+    members = rows_of(samples)
+    rows = [member.sequence for member in members]
     trained = Counter()
     for row in rows:
-        ids = (*row.prompt_ids, *row.output_ids.tolist())
-        edges = np.flatnonzero(np.diff(np.r_[False, row.mask, False])) + len(row.prompt_ids)
+        ids = tuple(row.token_ids)
+        edges = np.flatnonzero(np.diff(np.r_[False, row.tokens["mask"], False])) + len(row.prompt_ids)
         trained.update((ids[:begin], ids[begin:end]) for begin, end in edges.reshape(-1, 2))
     assert trained == drawn and sum(drawn.values()) > NUM_ROLLOUTS
     assert len(rows) == NUM_ROLLOUTS or program not in ONE_ROW
-    micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows], MAX_TOKENS)]
+    micros = [
+        to_device(pack, torch.device("cpu")) for pack in pack_samples([[member] for member in members], MAX_TOKENS)
+    ]
     gap = max(gap_of(case, micro) for micro in micros)
     assert gap < 2e-5
     cfg = settings(policy={"max_total_sequence_length": MAX_TOKENS})
     metrics, _ = train_once(case.policy, samples, None, cfg, case.ranks, step=3)
-    assert metrics["global_valid_toks"] == sum(row.mask.sum() for row in rows)
+    assert metrics["global_valid_toks"] == sum(row.tokens["mask"].sum() for row in rows)
     print(f"{program}: {sum(drawn.values())} replies, {len(rows)} rows, gap {float(gap):.1e}")
 
 
@@ -206,7 +209,7 @@ class Script:
             if self.num_calls == 1:
                 text = json.dumps({"name": self.tool, "arguments": json.dumps(self.arguments)})
         ids = [*self.tokenizer.backend.encode(text).ids, self.stop_token_ids[0]]
-        self.unclaimed[str(seed)] = Completion(np.int32(ids), np.zeros(len(ids)), "stop", np.full(len(ids), 3))
+        self.unclaimed[str(seed)] = Completion(make_tokens(ids, version=3, mask=True), "stop")
         return [str(seed)]
 
     def ids_so_far(self):

@@ -14,8 +14,8 @@ import pytest
 import torch
 from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, gap_of, post, record_draws, serve
 
-from base.agents.calls import fill
-from pack import pack_samples, to_device
+from base.agents.calls import sequence_of
+from pack import pack_samples, rows_of, to_device
 from records import Grade, Sample
 
 pytestmark = pytest.mark.slow
@@ -38,8 +38,8 @@ def samples_of(rollouts):
     samples = []
     for number, rollout in enumerate(rollouts):
         for i, row in enumerate(rollout.rows()):
-            samples.append(Sample(number, i, 0, [], advantage=1.0, grade=Grade(1.0)))
-            fill(samples[-1], row, rollout.turns, True)
+            sequence = sequence_of(row, rollout.turns, True)
+            samples.append(Sample(number, i, 0, [sequence], advantage=1.0, grade=Grade(1.0)))
     return samples
 
 
@@ -58,17 +58,19 @@ def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch
     rollouts = run(endpoint, NUM_ROLLOUTS, lambda number: time.sleep(random.random() / 50))
     calls = [call for rollout in rollouts for call in rollout.calls]
     assert len(calls) == 8 * NUM_ROLLOUTS and not case.engine.unclaimed and case.engine.is_idle
-    assert drawn == Counter((tuple(call.prompt_ids), tuple(call.completion.ids.tolist())) for call in calls)
+    assert drawn == Counter((tuple(call.prompt_ids), tuple(call.completion.ids)) for call in calls)
     continued = [call for call in calls if call.parent]
     assert len(continued) >= 3 * NUM_ROLLOUTS and {len(rollout.rows()) for rollout in rollouts} <= {4, 5}
     assert all(call.prompt_ids[: len(call.parent.ids)] == call.parent.ids for call in continued)
     samples = samples_of(rollouts)
     trained = [call for call in calls if call.request.train is not False]
-    assert sum(s.num_mask_tokens for s in samples) == sum(len(call.completion.ids) for call in trained)
-    ids = Counter(tuple(call.completion.ids.tolist()) for call in trained)
-    edges = [np.flatnonzero(np.diff(np.r_[False, s.mask, False])) for s in samples]
+    assert sum(s.num_trained_tokens for s in samples) == sum(len(call.completion.ids) for call in trained)
+    ids = Counter(tuple(call.completion.ids) for call in trained)
+    edges = [np.flatnonzero(np.diff(np.r_[False, s.sequence.tokens["mask"], False])) for s in samples]
     runs = Counter(
-        tuple(s.output_ids[a:b].tolist()) for s, e in zip(samples, edges, strict=True) for a, b in e.reshape(-1, 2)
+        tuple(s.sequence.tokens["id"][a:b].tolist())
+        for s, e in zip(samples, edges, strict=True)
+        for a, b in e.reshape(-1, 2)
     )
     assert runs == ids
     # Other ids, had the whole conversation been encoded again: what this is about.
@@ -79,12 +81,12 @@ def test_every_id_is_the_engines_and_is_trained_once(case, endpoint, monkeypatch
     others = samples_of(run(endpoint, NUM_ROLLOUTS, lambda number: time.sleep(random.random() / 50)))
     assert len(samples) == len(others)
     for one, other in zip(samples, others, strict=True):
-        assert one.prompt_ids == other.prompt_ids and (one.output_ids == other.output_ids).all()
-        assert (one.mask == other.mask).all() and (one.versions == 3).all()
+        assert one.sequence.prompt_ids == other.sequence.prompt_ids
+        assert (one.sequence.tokens == other.sequence.tokens).all() and (one.sequence.tokens["version"] == 3).all()
 
 
 def largest_gap(case, samples):
-    micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[s] for s in samples], 2048)]
+    micros = [to_device(pack, torch.device("cpu")) for pack in pack_samples([[row] for row in rows_of(samples)], 2048)]
     return max(gap_of(case, micro) for micro in micros)
 
 

@@ -46,27 +46,24 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     samples = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
     assert [(s.prompt, s.index) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
     for s in samples:
-        assert s.is_led and s.grade.message == "" and s.weight_version == 3 and s.num_turns == 1
-        assert s.mask.sum() + sum(fork.mask.sum() for fork in s.forks) == s.num_mask_tokens > 0
+        assert s.is_led and s.grade.message == "" and s.oldest_version == 3 and s.num_turns == 1
+        assert sum(row.tokens["mask"].sum() for row in s.sequences) == s.num_trained_tokens > 0
         turns = {}
-        for row in (s, *s.forks):
+        for row in s.sequences:
             turns |= zip(row.turns, row.turn_tokens, strict=True)
-        assert sorted(turns) == list(range(s.num_calls)) and sum(turns.values()) == s.num_mask_tokens
+        assert sorted(turns) == list(range(s.num_calls)) and sum(turns.values()) == s.num_trained_tokens
         assert s.grade.turn_rewards == [s.grade.reward] * s.num_calls
     assert [s.num_calls for s in samples] == [1, 1, 3, 3, 2, 2, 1, 1]
     for s in samples[2:4]:
-        assert (s.grade.reward, s.grade.outcome, s.grade.rewards) == (
-            1.0,
-            "wrong",
-            {"near": 0.75},
-        ) and s.grade.extracted is not None
-        assert len(s.forks) >= 1  # it repeats only its last message: each call is a row of its own
+        assert (s.grade.reward, s.grade.outcome, s.grade.rewards) == (1.0, "wrong", {"near": 0.75})
+        assert s.grade.extracted is not None
+        assert len(s.sequences) >= 2  # it repeats only its last message: each call is a row of its own
     for s in samples[4:6]:
-        assert (s.grade.reward, s.grade.outcome, len(s.forks)) == (0.25, "ok", 0) and s.num_env_tokens > 0
+        assert (s.grade.reward, s.grade.outcome, len(s.sequences)) == (0.25, "ok", 1) and s.sequence.num_env_tokens > 0
     again = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
     for one, other in zip(samples, again, strict=True):
-        assert one.output_ids.tolist() == other.output_ids.tolist() and one.grade.reward == other.grade.reward
-        assert [f.output_ids.tolist() for f in one.forks] == [f.output_ids.tolist() for f in other.forks]
+        assert one.grade.reward == other.grade.reward
+        assert [row.token_ids for row in one.sequences] == [row.token_ids for row in other.sequences]
     assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
 
 
@@ -195,7 +192,9 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
         assert (s.grade.outcome, s.grade.reward) == (outcome, reward), (kind, s.grade.outcome, s.grade.message)
         assert s.grade.is_valid == is_trained and said in s.grade.message, (kind, s.grade.message)
         assert bool(s.grade.message) == (outcome != "ok"), kind
-        assert (s.num_calls > 0) == (kind != "never") and (s.num_mask_tokens > 0) == (kind != "never")
+        assert (s.num_calls > 0) == (kind != "never") and (sum(row.num_mask_tokens for row in s.sequences) > 0) == (
+            kind != "never"
+        )
     assert samples[list(BAD).index("big prompt")].finish_reason == "length"
     assert samples[list(BAD).index("many")].num_calls == 4
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -215,7 +214,7 @@ def test_a_thousand_calls_at_once(case):
     assert time.monotonic() - begin < 30
     assert (first.grade.outcome, first.grade.reward, first.num_calls) == ("ok", 1, 4), first.grade.message
     assert (second.grade.outcome, second.grade.is_valid) == ("timeout", True) and 0 < second.num_calls <= 1001
-    assert second.num_mask_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
+    assert second.sequence.num_mask_tokens > 0 and case.engine.is_idle and not case.engine.unclaimed
     while not case.endpoint.server.inbox.empty():  # what came after the end of the rollout
         case.endpoint.before_step()
     assert not case.endpoint.running and nobody_waits(case.endpoint.server)
@@ -227,8 +226,8 @@ def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens
     its own has the advantage of its number, among the group's other rollouts that came so far."""
     fork = agent("fork", function=f"forking_agent:{function}")
     samples = sample(case, [fork], [("fork", "1+1"), ("fork", "2+2")], num_samples=6)
-    assert {len(s.forks) for s in samples} >= {0, 1, 2}
-    num_tokens = sum(row.mask.sum() for s in samples for row in (s, *s.forks))
+    assert {len(s.sequences) for s in samples} >= {1, 2, 3}
+    num_tokens = sum(row.tokens["mask"].sum() for s in samples for row in s.sequences)
     by_turn = function == "scored_by_call"
     grpo = {"normalize_rewards": False, "turn_level_advantages": by_turn}
     metrics, ours = train_once(case.policy, samples, None, settings(grpo=grpo), case.ranks, step=3)
@@ -236,8 +235,8 @@ def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens
     case.oracle.zero_grad()
     for s in samples:
         peers = [o for o in samples if o.prompt == s.prompt and o is not s]
-        for row in (s, *s.forks):
-            ids = torch.tensor([*row.prompt_ids, *row.output_ids.tolist()])
+        for row in s.sequences:
+            ids = torch.tensor(row.token_ids)
             logits_TV = case.oracle(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, : case.tokenizer.vocab_size]
             logp_TV = (logits_TV / TEMPERATURE).log_softmax(-1)
             logp_T = logp_TV.gather(1, ids[len(row.prompt_ids) :, None])[:, 0]
@@ -261,8 +260,7 @@ def test_what_was_trained_can_be_read(case, tmp_path):
     samples = sample(case, [GOOD, fork, TURNS], [("good", "1+1"), ("fork", "2+2"), ("turns", "3+3")], num_samples=4)
     samples[0].is_filtered = True
     for s in samples:
-        for row in (s, *s.forks):
-            row.advantage = [float(number) for number in row.turns]
+        s.advantage = [float(number) for number in range(s.num_calls)]
     log = RunLog(tmp_path, LoggerConfig(num_samples_to_log=12, tensorboard_enabled=False), first_step=0, num_steps=1)
     log.samples(1, "train", samples, case.tokenizer)
     records = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -270,7 +268,7 @@ def test_what_was_trained_can_be_read(case, tmp_path):
     for s, record in zip(samples, records, strict=True):
         calls = [call for row in record["rows"] for call in row]
         assert sorted(call["number"] for call in calls) == list(range(s.num_calls))
-        for row, said in zip((s, *s.forks), record["rows"], strict=True):
+        for row, said in zip(s.sequences, record["rows"], strict=True):
             ids = list(row.prompt_ids)
             messages = []
             for call in said:
@@ -282,9 +280,9 @@ def test_what_was_trained_can_be_read(case, tmp_path):
                 assert call["reward"] == s.grade.turn_rewards[call["number"]]
                 assert "".join(call["tokens"]) == case.tokenizer.decode(call["ids"], special=True)
             drawn = [token for call in said for token in call["ids"]]
-            assert drawn == row.output_ids[row.mask].tolist()
+            assert drawn == row.tokens["id"][row.tokens["mask"]].tolist()
             logps = [logp for call in said for logp in call["sampler_logps"]]
-            assert logps == pytest.approx(row.sampler_logps[row.mask], abs=6e-5)
+            assert logps == pytest.approx(row.tokens["logp"][row.tokens["mask"]], abs=6e-5)
 
 
 def test_a_reward_for_each_reply_or_none(case):

@@ -12,7 +12,7 @@ from agent_case import MAX_TOKENS, OPTIONS, TEMPLATE, endpoint_of, post, serve
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from base.agents.calls import Rollout, fill
+from base.agents.calls import Rollout, sequence_of
 from base.agents.endpoint import Endpoint, Stream
 from base.agents.parser import Parsed, ReplyParser
 from base.agents.wire_anthropic import Messages
@@ -21,7 +21,7 @@ from base.agents.wire_responses import Responses
 from base.hf.tokenizer import Tokenizer
 from config import ChatServerConfig
 from engine import reply_parsers
-from records import Grade, Sample, SamplingOptions
+from records import SamplingOptions
 
 SYSTEM = "Be brief."
 NAME, SCHEMA = "f", {"type": "object", "properties": {"q": {"type": "integer"}}}
@@ -172,16 +172,15 @@ def test_a_conversation_has_the_same_ids_over_each_wire_and_is_one_row(endpoint,
             programs.append(lambda speak=speak, url=url, options=options: speak(url, options))
             keys.append(key)
     assert serve(endpoint, programs) == [None] * len(programs)
-    samples = []
+    sequences = []
     for key in keys:
         rollout = endpoint.close(key)
         [row] = rollout.rows()
         assert len(row) == len(QUESTIONS)
-        samples.append(Sample(0, 0, 0, [], grade=Grade(1.0)))
-        fill(samples[-1], row, rollout.turns, True)
-    one, *others = samples
+        sequences.append(sequence_of(row, rollout.turns, True))
+    one, *others = sequences
     for other in others:
-        assert other.prompt_ids == one.prompt_ids and (other.output_ids == one.output_ids).all()
+        assert other.token_ids == one.token_ids and len(other.prompt_ids) == len(one.prompt_ids)
         assert (other.mask == one.mask).all() and (other.sampler_logps == one.sampler_logps).all()
     assert one.mask.any() and not one.mask.all()
     said = capfd.readouterr().out

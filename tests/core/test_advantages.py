@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from by_hand import naive_advantages
-from samples import with_grade
+from samples import sampled, with_grade
 
 from advantages import (
     estimate_advantages,
@@ -23,7 +23,7 @@ from advantages import (
 )
 from config import AdvEstimatorConfig, ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, RewardShapingConfig
 from metrics import sample_metrics
-from records import Grade, Sample
+from records import Grade
 from rollout import is_mixed
 
 REWARDS = {3: [1.0, 0, 0, 0.5], 9: [0.3, 1, -0.5, 2], 5: [0.2, 0.2, 0.2], 7: [-1.0, 1], 8: [-3, 0]}
@@ -254,9 +254,7 @@ MIXED = [("exact", 1.0, {}), ("countdown", 0.1, {"answer": 0.0, "format": 0.1}),
 def sample(length, reward=1.0, prompt=0, *, finish_reason="stop", grade=None, **fields):
     """A sample of `length` trained tokens."""
     graded = replace(grade or Grade(), reward=reward)
-    zeros = np.zeros(length)
-    ids, logps = zeros.astype(np.int32), zeros.astype(np.float32)
-    return Sample(prompt, 0, 0, [5] * 100, ids, logps, zeros == 0, finish_reason, ids, graded, **fields)
+    return sampled(prompt, 0, [5] * 100, [0] * length, finish_reason=finish_reason, grade=graded, **fields)
 
 
 def graded(env_name, prompt, reward, rewards, length=3):
@@ -344,8 +342,8 @@ def conversations():
     samples = []
     for prompt, outcome, turns in TURNS:
         rewards, tokens = map(list, zip(*turns, strict=True))
-        samples.append(sample(sum(tokens), sum(rewards), prompt, grade=Grade(turn_rewards=rewards), turn_tokens=tokens))
-        samples[-1].turns = [*range(len(turns))]
+        samples.append(sample(sum(tokens), sum(rewards), prompt, grade=Grade(turn_rewards=rewards)))
+        samples[-1].sequence.turns, samples[-1].sequence.turn_tokens = [*range(len(turns))], tokens
         samples[-1].grade.outcome, samples[-1].num_turns = outcome, len(turns)
         samples[-1].is_filtered = not samples[-1].grade.is_valid
     return samples
@@ -402,7 +400,10 @@ def test_without_turn_level_advantages_turns_change_nothing(name):
     for i, sample in enumerate(samples):
         sample.grade.rewards = {"a": sample.grade.reward, "b": float(i % 2)}
     adv_B, metrics = step_advantages(samples, grpo, LossConfig())
-    plain = [with_grade(replace(sample, turn_tokens=[], num_turns=1), turn_rewards=[]) for sample in samples]
+    plain = []
+    for sample in samples:
+        without_turns = replace(sample.sequence, turns=[], turn_tokens=[])
+        plain.append(with_grade(replace(sample, sequences=[without_turns], num_turns=1), turn_rewards=[]))
     assert (adv_B, metrics) == step_advantages(plain, grpo, LossConfig())
     graded = [sample for sample in samples if sample.grade.is_valid]
     numbers = zip(*((sample.grade.reward, sample.prompt, sample.num_trained_tokens) for sample in graded), strict=True)
@@ -471,8 +472,9 @@ def test_penalty_scales_and_the_longest_response_is_that_of_the_engine():
 
 def test_lengths_are_the_policys_own_tokens():
     """Neither the prompt's nor the environment's, whatever the mask says."""
-    long = sample(24, num_env_tokens=6)
-    long.mask[:] = False
+    long = sample(24)
+    long.sequence.num_env_tokens = 6
+    long.sequence.tokens["mask"] = False
     assert shaped([long], **OVERLONG) == [GOLDEN[18]]
 
 
@@ -529,8 +531,9 @@ def test_turns_of_unequal_number_do_not_reward_going_on():
         samples = []
         for _, rewards, _ in group:
             grade = Grade(sum(rewards), "ok", turn_rewards=[float(reward) for reward in rewards])
-            samples.append(sample(len(rewards), sum(rewards), 0, grade=grade, turn_tokens=[1] * len(rewards)))
-            samples[-1].turns = [*range(len(rewards))]
+            samples.append(sample(len(rewards), sum(rewards), 0, grade=grade))
+            sequence = samples[-1].sequence
+            sequence.turns, sequence.turn_tokens = [*range(len(rewards))], [1] * len(rewards)
         adv_B, _ = step_advantages(samples, grpo, LossConfig())
         for (_, rewards, score), advs in zip(group, adv_B, strict=True):
             going_on += chance * advs[0] * score  # the first turn decides

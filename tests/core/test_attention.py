@@ -11,7 +11,7 @@ from samples import groups_that_share_prompts
 
 import attention
 from attention import GatherRows, PackLayout, packed_attention
-from pack import assign_to_ranks, pack_samples, to_device
+from pack import assign_to_ranks, pack_samples, rows_of, to_device
 from run import start
 
 
@@ -79,7 +79,7 @@ def test_layout_of_segments_by_hand():
 def packs_of(samples, max_tokens, share_prefix):
     return [
         to_device(pack, torch.device("cpu"))
-        for share in assign_to_ranks(samples, 2, max_tokens, share_prefix)
+        for share in assign_to_ranks(rows_of(samples), 2, max_tokens, share_prefix)
         for pack in pack_samples(share, max_tokens)
     ]
 
@@ -137,13 +137,15 @@ def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
             ]
             for row, adv, target in zip(*(x.tolist() for x in (micro.pos_R, micro.adv_R, micro.target_R)), strict=True):
                 sample, rows = samples[int(adv)], visible[row]
-                ids = [*sample.prompt_ids, *sample.output_ids.tolist()]
+                ids = sample.sequence.token_ids
                 assert rows[-1] == row and micro.token_T[rows].tolist() == ids[: len(rows)] and ids[len(rows)] == target
-                assert micro.position_T[rows].tolist() == list(range(len(rows))) and len(rows) >= len(sample.prompt_ids)
+                assert micro.position_T[rows].tolist() == list(range(len(rows))) and len(rows) >= len(
+                    sample.sequence.prompt_ids
+                )
                 assert all(visible[earlier] == rows[: i + 1] for i, earlier in enumerate(rows))
                 num_seen += 1
-                extremes.add((len(sample.prompt_ids) == 1, len(sample.output_ids) == 1))
-        assert num_seen == sum(sample.mask.sum() for sample in samples)
+                extremes.add((len(sample.sequence.prompt_ids) == 1, len(sample.sequence.output_ids) == 1))
+        assert num_seen == sum(sample.sequence.tokens["mask"].sum() for sample in samples)
     assert len(extremes) == 4, "prompts and responses of one token, and longer ones"
 
 

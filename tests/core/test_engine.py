@@ -19,7 +19,7 @@ from gap import check_canary, check_versions
 from head import HeadOptions, response_logps
 from kernels.filter import SamplingFilter
 from model import load_policy
-from pack import pack_samples, to_device
+from pack import pack_samples, rows_of, to_device
 from records import Problem, SamplingOptions, groups_of
 from rollout import Sampler, sample_seed
 
@@ -76,7 +76,7 @@ def samples_of(engine, tokenizer, one_rank):
 def gaps(policy, samples, head=HEAD):
     """|sampler - trainer| of every sampled token, through the packs that training uses."""
     gap = []
-    for pack in pack_samples(groups_of(samples), 2048):
+    for pack in pack_samples([rows_of(group) for group in groups_of(samples)], 2048):
         micro = to_device(pack, CPU)
         with torch.no_grad():
             logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head)
@@ -89,18 +89,18 @@ def test_sampler_equals_trainer_and_transformers_with_padded_vocabulary(engine, 
     sync(engine, policy)
     samples = samples_of(32, 8, 60)
     gap = gaps(policy, samples)
-    assert len(gap) == sum(int(s.mask.sum()) for s in samples) >= 10_000
+    assert len(gap) == sum(int(s.sequence.tokens["mask"].sum()) for s in samples) >= 10_000
     assert gap.max() <= 1e-4, gap.max()
-    assert max(s.output_ids.max() for s in samples) < VOCAB_SIZE < tiny[1].config.vocab_size
+    assert max(s.sequence.tokens["id"].max() for s in samples) < VOCAB_SIZE < tiny[1].config.vocab_size
     # An oracle that shares nothing with us: the padded rows hold probability in transformers' logits and must be cut.
     for s in samples[::37]:
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        ids = torch.tensor(s.sequence.token_ids)
         with torch.no_grad():
-            logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1]
+            logits_TV = tiny[1](ids[None]).logits[0, len(s.sequence.prompt_ids) - 1 : -1]
         padded_mass = logits_TV.softmax(-1)[:, VOCAB_SIZE:].sum(-1)
         logp_TV = (logits_TV[:, :VOCAB_SIZE] / TEMPERATURE).log_softmax(-1)
-        expected = logp_TV.gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-        assert (expected - torch.from_numpy(s.sampler_logps)).abs().max() <= 1e-4
+        expected = logp_TV.gather(1, ids[len(s.sequence.prompt_ids) :, None])[:, 0]
+        assert (expected - torch.from_numpy(s.sequence.tokens["logp"])).abs().max() <= 1e-4
         assert padded_mass.mean() > 0.01  # so that forgetting to cut them would show
 
 
@@ -160,21 +160,21 @@ def test_partial_sync_is_refused(engine, policy):
 def test_a_sample_depends_on_its_seed_not_on_the_batch(engine, policy, samples_of):
     sync(engine, policy)
     everything = samples_of(6, 4, 20)
-    prompts = [s.prompt_ids for s in everything]
+    prompts = [s.sequence.prompt_ids for s in everything]
     seeds = [sample_seed(0, s.prompt, s.index) for s in everything]
     order = [17, 3, 8]
     options = SamplingOptions(TEMPERATURE, 20)
     alone = engine.generate([prompts[i] for i in order], [seeds[i] for i in order], options)
     for i, completion in zip(order, alone, strict=True):
-        assert completion.ids.tolist() == everything[i].output_ids.tolist()
-        assert np.array_equal(completion.logps, everything[i].sampler_logps)
-    assert len({tuple(s.output_ids.tolist()) for s in everything if s.prompt == 0}) == 4
+        assert completion.ids == everything[i].sequence.output_ids
+        assert np.array_equal(completion.tokens["logp"], everything[i].sequence.tokens["logp"])
+    assert len({tuple(s.sequence.output_ids) for s in everything if s.prompt == 0}) == 4
 
 
 def test_greedy_is_the_argmax_of_transformers(engine, policy, tokenizer, tiny):
     sync(engine, policy)
     prompt = tokenizer.render([{"role": "user", "content": "12+34="}])
-    ids = engine.generate([prompt], [0], SamplingOptions(0.0, 24))[0].ids.tolist()
+    ids = engine.generate([prompt], [0], SamplingOptions(0.0, 24))[0].ids
     expected = list(prompt)
     with torch.no_grad():
         for _ in ids:
@@ -194,7 +194,7 @@ def test_filters_of_validation(engine, policy, tokenizer, tiny, filters, num_kep
         num_kept = 1 + int((ordered.cumsum(0) < filters["top_p"]).sum())
     kept = dict(zip(ids[:num_kept].tolist(), (ordered[:num_kept] / ordered[:num_kept].sum()).tolist(), strict=True))
     completions = engine.generate([prompt] * 400, list(range(400)), SamplingOptions(1.0, 1, **filters))
-    sampled = {int(c.ids[0]): float(c.logps[0]) for c in completions}
+    sampled = {int(c.ids[0]): float(c.tokens["logp"][0]) for c in completions}
     assert {i for i, p in kept.items() if p > 0.03} <= sampled.keys() <= kept.keys() and len(kept) < 60
     assert all(abs(logp - np.log(kept[i])) < 1e-4 for i, logp in sampled.items())
 
@@ -356,5 +356,5 @@ def test_told_to_stop_between_decode_steps(synced, policy, monkeypatch):
     assert not synced.llm.llm_engine.has_unfinished_requests()
     monkeypatch.undo()
     after = synced.generate(prompts, seeds, options)
-    assert [c.ids.tolist() for c in after] == [c.ids.tolist() for c in before]
-    assert all((a.logps == b.logps).all() for a, b in zip(after, before, strict=True))
+    assert [c.ids for c in after] == [c.ids for c in before]
+    assert all((a.tokens["logp"] == b.tokens["logp"]).all() for a, b in zip(after, before, strict=True))

@@ -134,9 +134,9 @@ def test_a_reward_model_scores_while_the_weights_wait_in_host_memory(awake, one_
     request_ids = awake.start(PROMPTS, SEEDS, OPTIONS, priority=9)
     for _ in range(2):  # again with the weights that came back: no sync is needed
         samples = sampler.sample(rows, 3, SamplingOptions(1.0, 5), (0,))
-        assert [s.grade.reward for s in samples] == [0.5] * 6 and {s.weight_version for s in samples} == {3}
+        assert [s.grade.reward for s in samples] == [0.5] * 6 and {s.oldest_version for s in samples} == {3}
     assert asleep == [True, True]
-    assert all(set(reply.versions) == {3} and len(reply.ids) == 40 for reply in awake.wait(request_ids))
+    assert all(set(reply.tokens["version"]) == {3} and len(reply.ids) == 40 for reply in awake.wait(request_ids))
     awake.sleep()  # the loop's, after the samples
     assert is_asleep()
 
@@ -152,7 +152,7 @@ def test_what_is_unfinished_outlasts_sleep_and_sync(awake, policy):
         with pytest.raises(AssertionError, match=r"advance\(\) before a sync\(\)"):
             awake.wait(request_ids)
         sync_weights(policy, awake, version)
-    assert all(reply.versions.tolist() == [3] * 10 + [4] * 10 + [5] * 20 for reply in awake.wait(request_ids))
+    assert all(reply.tokens["version"].tolist() == [3] * 10 + [4] * 10 + [5] * 20 for reply in awake.wait(request_ids))
     assert not awake.versions_by_request and not awake.unclaimed
     awake.sleep()
     assert is_asleep()
@@ -263,10 +263,10 @@ def test_a_logprob_is_that_of_the_sampled_id():
     for entries in ({4: -1.0, 5: -2.0}, {5: -3.0}, {4: -4.0, 7: -5.0, 5: -6.0}):
         flat.append(entries)
     reply = SimpleNamespace(token_ids=[5, 5, 5], logprobs=flat, finish_reason="stop")
-    assert engine_module._completion(reply, [(3, 0)]).logps.tolist() == [-2.0, -3.0, -6.0]
+    assert engine_module.completion_of(reply, [(3, 0)]).tokens["logp"].tolist() == [-2.0, -3.0, -6.0]
     reply.token_ids = [5, 4, 5]  # 4 is listed at the positions before and behind
     with pytest.raises(ValueError, match="is not in list"):
-        engine_module._completion(reply, [(3, 0)])
+        engine_module.completion_of(reply, [(3, 0)])
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from config import ConfigError
 from engine import VLLMEngine
 from head import HeadOptions, response_logps
 from model import load_policy
-from pack import pack_samples, to_device
-from records import Sample, SamplingOptions
+from pack import pack_samples, rows_of, to_device
+from records import Sample, SamplingOptions, TokenSequence
 from run.start import check_cpu_sizes
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
@@ -32,12 +32,11 @@ def gap(engine, policy):
     done = engine.generate(prompts, list(range(8)), SamplingOptions(0.8, 8))
     worst = 0.0
     for ids, completion in zip(prompts, done, strict=True):
-        said = (completion.ids, completion.logps, completion.ids >= 0, "stop", completion.versions)
-        (pack,) = pack_samples([[Sample(0, 0, 0, ids, *said)]], 64)
+        (pack,) = pack_samples([rows_of([Sample(0, 0, 0, [TokenSequence(ids, completion.tokens)])])], 64)
         with torch.no_grad():
             micro = to_device(pack, torch.device("cpu"))
             logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, HEAD)
-        worst = max(worst, (logp_R - torch.from_numpy(pack.sampler_logp_R)).abs().max().item())
+        worst = max(worst, (logp_R - micro.sampler_logp_R).abs().max().item())
     return worst
 
 

@@ -312,8 +312,11 @@ def test_a_reply_ends_with_the_token_that_completes_a_stop_string(which, request
     for before, after in zip(whole, draw(), strict=True):
         heads = [tokenizer.backend.decode(before.ids[: n + 1].tolist()) for n in range(len(before.ids))]
         length = next((n + 1 for n, head in enumerate(heads) if any(s in head for s in strings)), len(heads))
-        assert after.ids.tolist() == before.ids[:length].tolist()
-        assert abs(after.logps - before.logps[:length]).max() < 1e-4 and len(after.versions) == length
+        assert after.ids == before.ids[:length].tolist()
+        assert (
+            abs(after.tokens["logp"] - before.tokens["logp"][:length]).max() < 1e-4
+            and len(after.tokens["version"]) == length
+        )
         stops = any(string in heads[length - 1] for string in strings)
         assert after.finish_reason == ("stop" if stops else before.finish_reason)
         num_cut += length < len(heads)
@@ -339,9 +342,9 @@ def test_the_stand_in_is_like_vllm(engine, one_rank, tiny, monkeypatch):
     assert other.param_names == engine.param_names
     other.sync(full_tensors(policy, torch.float32), 0)
     fake = other.generate(prompts, range(20), GREEDY)
-    assert [c.ids.tolist() for c in fake] == [c.ids.tolist() for c in real]
+    assert [c.ids for c in fake] == [c.ids for c in real]
     assert [c.finish_reason for c in fake] == [c.finish_reason for c in real]
-    assert max(abs(a.logps - b.logps).max() for a, b in zip(fake, real, strict=True)) < 1e-4
+    assert max(abs(a.tokens["logp"] - b.tokens["logp"]).max() for a, b in zip(fake, real, strict=True)) < 1e-4
 
 
 @pytest.mark.house

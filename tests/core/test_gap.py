@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from dist_case import make_samples, settings
@@ -72,8 +71,8 @@ def micro(one_rank):
     """The first pack of samples whose tokens alternate between weights 3 and 4 from sample to sample."""
     samples, adv_B = make_samples(250)
     for number, sample in enumerate(samples):
-        sample.versions = np.full(len(sample.output_ids), 3 + number % 2, np.int32)
-        sample.versions[-1] = 4
+        sample.sequence.tokens["version"] = 3 + number % 2
+        sample.sequence.tokens["version"][-1] = 4
     (minibatch,) = make_minibatches(samples, adv_B, settings(), Ranks(0, 1, 0, 1), CPU)
     micro = minibatch.micros[0]
     generator = torch.Generator().manual_seed(0)

@@ -91,16 +91,18 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, 
     oracle = copy.deepcopy(tiny[1]).double()
 
     def logp(s):
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
-        return logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0][torch.from_numpy(s.mask)]
+        ids = torch.tensor(s.sequence.token_ids)
+        logits_TV = oracle(ids[None]).logits[0, len(s.sequence.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
+        return logits_TV.log_softmax(-1).gather(1, ids[len(s.sequence.prompt_ids) :, None])[:, 0][
+            torch.from_numpy(s.sequence.tokens["mask"])
+        ]
 
     with torch.no_grad():
         old = [logp(s) for s in samples]
     ratios, norms = [], []
     for part in [range(10), range(10, 20)] * 2:
         oracle.zero_grad()
-        num_tokens = sum(int(samples[i].mask.sum()) for i in part)
+        num_tokens = sum(int(samples[i].sequence.tokens["mask"].sum()) for i in part)
         for i in part:
             ratio_T = (logp(samples[i]) - old[i]).exp()
             loss_T = torch.maximum(-adv_B[i] * ratio_T, -adv_B[i] * ratio_T.clamp(0.8, 1.2))
@@ -120,7 +122,7 @@ def test_minibatches_and_epochs_equal_a_loop_by_hand(policy, step, ranks, tiny, 
     if max_norm == 1e9:
         assert metrics["probs_ratio_max"] > 1.2 and metrics["ratio_clip_high_fraction"] > 0  # clipping took part
     assert metrics["num_optimizer_steps"] == 4 and metrics["global_valid_seqs"] == 20
-    assert metrics["global_valid_toks"] == sum(int(s.mask.sum()) for s in samples)
+    assert metrics["global_valid_toks"] == sum(int(s.sequence.tokens["mask"].sum()) for s in samples)
 
 
 class WakesWithNothingGathered(FakeEngine):
@@ -215,7 +217,7 @@ def test_steps_of_a_run(policy, step, ranks):
         assert "advantages/mean" in run.metrics and "reward" in run.metrics
         run.engine.calls.clear()
     assert rates == pytest.approx([0.1, 0.15, 0.2]) and run.watchdog.step == 3
-    tokens = sum(int(s.mask.sum()) for s in samples)
+    tokens = sum(int(s.sequence.tokens["mask"].sum()) for s in samples)
     assert (run.state.step, run.state.num_bad_steps, run.state.total_valid_tokens) == (3, 0, 3 * tokens)
 
 
@@ -290,10 +292,10 @@ def test_the_reference_is_scored_without_filter(policy, step, ranks):
 def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(policy, step, ranks):
     samples, adv_B = step
     for i in (0, 7, 19):
-        samples[i].mask = np.zeros_like(samples[i].mask)
+        samples[i].sequence.tokens["mask"] = np.zeros_like(samples[i].sequence.tokens["mask"])
         samples[i].is_filtered = True  # what overlong_filtering does
     metrics, expected = train_once(policy, *step, settings(), ranks)
-    num_tokens = sum(int(s.mask.sum()) for s in samples)
+    num_tokens = sum(int(s.sequence.tokens["mask"].sum()) for s in samples)
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
     # The same three dropped because sampler and trainer disagree on them.
     samples, adv_B = make_samples(VOCAB_SIZE)
@@ -303,7 +305,8 @@ def test_filtered_samples_and_masked_sequences_leave_gradient_and_denominators(p
         (micro,) = minibatch.micros
         with torch.no_grad():
             logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head_of(settings()))
-        sample.sampler_logps[sample.mask] = logp_R.numpy() - (3.0 if i in (0, 7, 19) else 0.01)
+        tokens = sample.sequence.tokens
+        tokens["logp"][tokens["mask"]] = logp_R.numpy() - (3.0 if i in (0, 7, 19) else 0.01)
     cfg = settings(grpo={"seq_logprob_error_threshold": 2.0})
     metrics, gradients = train_once(policy, samples, adv_B, cfg, ranks)
     assert (metrics["global_valid_seqs"], metrics["global_valid_toks"]) == (17, num_tokens)
@@ -320,16 +323,16 @@ def test_tokens_whose_sampler_says_no_number_are_as_if_masked(policy, step, rank
     for as_masked in (False, True):
         copies = [copy.deepcopy(sample) for sample in samples]
         for i, where in ((1, slice(1)), (7, slice(None)), (16, slice(-1, None))):
-            copies[i].sampler_logps[where] = np.nan if i != 16 else -np.inf
+            copies[i].sequence.tokens["logp"][where] = np.nan if i != 16 else -np.inf
             if as_masked:
-                copies[i].mask[where], copies[i].sampler_logps[where] = False, -1.0
+                copies[i].sequence.tokens["mask"][where], copies[i].sequence.tokens["logp"][where] = False, -1.0
         (minibatch,) = scored(policy, None, (copies, adv_B), cfg, ranks)
         counts = (minibatch.num_tokens, minibatch.num_trained_samples, minibatch.num_positive_tokens)
         results.append((counts, *train_once(policy, copies, adv_B, cfg, ranks)))
     (counts, metrics, gradients), (expected_counts, expected_metrics, expected) = results
     assert counts == expected_counts and counts[1] == 19
     lost = {"num_nonfinite_sampler_logp", "kept_fraction/finite_sampler_logp", "train_tokens"}
-    assert metrics["num_nonfinite_sampler_logp"] == 2 + int(samples[7].mask.sum())
+    assert metrics["num_nonfinite_sampler_logp"] == 2 + int(samples[7].sequence.tokens["mask"].sum())
     left = {name: value for name, value in metrics.items() if name not in lost}
     assert left == pytest.approx({name: expected_metrics[name] for name in left}, rel=1e-5, abs=1e-7, nan_ok=True)
     assert_close(gradients, expected, 1e-6)

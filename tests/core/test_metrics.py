@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import ranks
-from samples import sample, with_grade
+from samples import sample, with_grade, with_tokens
 
 from base.system.ranks import start_process_group
 from metrics import accumulate, reduce_over_ranks, sample_metrics
@@ -137,9 +137,7 @@ def test_how_long_engines_wait_for_the_busiest_one():
 
 def test_groups_by_the_reward_that_matters():
     """Shaping makes all groups unequal: the shaped reward trains, how hard a prompt is says the unshaped one."""
-    samples = [
-        with_grade(replace(s, mask=s.mask & False), reward=s.grade.reward - 0.01 * i) for i, s in enumerate(SAMPLES)
-    ]
+    samples = [with_grade(with_tokens(s, mask=False), reward=s.grade.reward - 0.01 * i) for i, s in enumerate(SAMPLES)]
     found = sample_metrics(samples, samples[:2])
     assert found["zero_variance_fraction"] == 0.25, "of the last group one was graded: nothing to compare it with"
     assert found["unshaped_zero_variance_fraction"] == 0.75

@@ -140,9 +140,14 @@ def of_samples():
     groups = np.array([s.prompt for s in SAMPLES])
     advantage = np.array([0.0, 0.5, -1.0, 2.0, -0.25, 0.75])
     lengths = {"gen_tokens": "num_gen_tokens", "env_tokens": "num_env_tokens", "tokens": "num_tokens"}
-    fields = lengths | {"turns": "num_turns", "finish_reason": "finish_reason"}
-    names = {name: np.array([getattr(s, field) for s in SAMPLES]) for name, field in fields.items()}
-    names |= {"reward": reward, "advantage": advantage, "prompt_tokens": np.array([len(s.prompt_ids) for s in SAMPLES])}
+    names = {name: np.array([getattr(s.sequence, field) for s in SAMPLES]) for name, field in lengths.items()}
+    for name, field in {"turns": "num_turns", "finish_reason": "finish_reason"}.items():
+        names[name] = np.array([getattr(s, field) for s in SAMPLES])
+    names |= {
+        "reward": reward,
+        "advantage": advantage,
+        "prompt_tokens": np.array([len(s.sequence.prompt_ids) for s in SAMPLES]),
+    }
     names["outcome"] = np.array([s.grade.outcome for s in SAMPLES])
     names["unshaped_reward"] = np.array([s.grade.unshaped_reward for s in SAMPLES])
     for name, reduce in ("min", np.min), ("max", np.max):

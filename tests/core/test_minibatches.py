@@ -68,7 +68,7 @@ def test_every_sample_is_in_one_pack_of_its_minibatch(step, world_size):
         micros = [micro for minibatch in minibatches for micro in minibatch.micros]
         assert all(len(micro.token_T) <= 64 for micro in micros)
         packed = [ids for micro in micros for ids in sequences(micro) if len(micro.pos_R)]
-        whole = [(*samples[k].prompt_ids, *samples[k].output_ids.tolist()) for k in members if k != 3]
+        whole = [tuple(samples[k].sequence.token_ids) for k in members if k != 3]
         assert sorted(packed) == sorted(ids[:-1] for ids in whole)
         empty = [micro for micro in micros if not len(micro.pos_R)]
         assert all(micro.token_T.tolist() == [0] and micro.num_grad_rows == 0 for micro in empty)
@@ -95,8 +95,9 @@ def test_a_minibatch_without_a_sample_to_train_on_is_one_empty_pack(step, one_ra
 
 def test_counts_of_each_minibatch_by_hand(step, one_rank):
     samples, adv_B = step
-    samples[2].sampler_logps[samples[2].mask.nonzero()[0][0]] = np.nan  # a token that the loss drops
-    samples[12].sampler_logps[:] = -np.inf  # a sequence of such tokens
+    tokens = samples[2].sequence.tokens
+    tokens["logp"][tokens["mask"].nonzero()[0][0]] = np.nan  # a token that the loss drops
+    samples[12].sequence.tokens["logp"] = -np.inf  # a sequence of such tokens
     cfg = settings(
         policy={"train_global_batch_size": 10, "sequence_packing": config.SequencePackingConfig(train_mb_tokens=40)}
     )
@@ -105,7 +106,10 @@ def test_counts_of_each_minibatch_by_hand(step, one_rank):
     finish_minibatches(minibatches, loss_path_of(cfg), 0)
     for minibatch, part in zip(minibatches, (samples[:10], samples[10:]), strict=True):
         assert len(minibatch.micros) > 1
-        trained = {s.index + 4 * s.prompt: int((s.mask & np.isfinite(s.sampler_logps)).sum()) for s in part}
+        trained = {}
+        for s in part:
+            tokens = s.sequence.tokens
+            trained[s.index + 4 * s.prompt] = int((tokens["mask"] & np.isfinite(tokens["logp"])).sum())
         assert minibatch.num_tokens == sum(trained.values())
         assert minibatch.num_trained_samples == sum(count > 0 for count in trained.values())
         positive = [s for s in part if s.grade.reward > 0]
@@ -141,7 +145,7 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
     before = [rows(micro) for micro in minibatch.micros]
     finish_minibatches(minibatches, loss_path_of(cfg), 0)
     assert [rows(micro) for micro in minibatch.micros] == before and len(before) > 2
-    by_ids = {(*s.prompt_ids, *s.output_ids.tolist())[:-1]: (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
+    by_ids = {tuple(s.sequence.token_ids)[:-1]: (s, adv) for s, adv in zip(samples, adv_B, strict=True)}
     for micro in minibatch.micros:
         members = [by_ids[ids] for ids in sequences(micro)]
         has_gradient = [bool(moved(*members[seq])) for seq in micro.seq_R.tolist()]
@@ -152,7 +156,8 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
 
 def test_all_that_belongs_to_a_row_moves_with_it():
     """A field that `reorder` leaves behind would be another token's."""
-    assert sorted(ROW_FIELDS) == sorted(field.name for field in fields(MicroBatch) if field.name.endswith("_R"))
+    moved = [*ROW_FIELDS, "tokens_R"]
+    assert sorted(moved) == sorted(field.name for field in fields(MicroBatch) if field.name.endswith("_R"))
 
 
 def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
@@ -160,7 +165,7 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
     samples, adv_B = step
     cfg = settings(grpo={"seq_logprob_error_threshold": 2.0}, policy=PACKS_OF_64)
     minibatches = make_minibatches(samples, adv_B, cfg, rank(0), CPU)
-    off = {(*samples[i].prompt_ids, *samples[i].output_ids.tolist())[:-1] for i in (4, 11)}
+    off = {tuple(samples[i].sequence.token_ids)[:-1] for i in (4, 11)}
     for micro in minibatches[0].micros:
         is_off = torch.tensor([ids in off for ids in sequences(micro)])
         micro.old_logp_R = micro.sampler_logp_R + is_off[micro.seq_R].float()
@@ -168,7 +173,8 @@ def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):
     assert metrics["num_masked_seqs_by_logprob_error"] == 2 and len(minibatches[0].micros) > 2
     finish_minibatches(minibatches, loss_path_of(cfg), 0)
     kept = [sample for i, sample in enumerate(samples) if i not in (4, 11)]
-    assert (minibatches[0].num_trained_samples, minibatches[0].num_tokens) == (18, sum(int(s.mask.sum()) for s in kept))
+    assert minibatches[0].num_trained_samples == 18
+    assert minibatches[0].num_tokens == sum(s.num_trained_tokens for s in kept)
     for micro in minibatches[0].micros:
         is_off = torch.tensor([ids in off for ids in sequences(micro)])[micro.seq_R]
         assert torch.equal(micro.mask_R, ~is_off) and micro.num_grad_rows == int((~is_off).sum())

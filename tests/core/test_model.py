@@ -26,7 +26,7 @@ from base.hf.weights import full_tensors, load_weights, save_hf
 from base.system.ranks import start_process_group
 from head import HeadOptions, response_logps
 from model import ModelConfig, load_policy
-from pack import assign_to_ranks, pack_samples, to_device
+from pack import assign_to_ranks, pack_samples, rows_of, to_device
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def float64_logps(model, samples, max_tokens, *, share_prefix):
     together, with the head in plain float64."""
     logps = {}
     num_tokens = 0
-    for share in assign_to_ranks(samples, 2, max_tokens, share_prefix):
+    for share in assign_to_ranks(rows_of(samples), 2, max_tokens, share_prefix):
         for pack in pack_samples(share, max_tokens):
             micro = to_device(pack, torch.device("cpu"))
             logits_RV = model(*micro.model_inputs, lambda hidden_RD, weight_VD: hidden_RD @ weight_VD.T)

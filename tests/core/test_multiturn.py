@@ -95,18 +95,17 @@ def converse(synced, tokenizer, one_rank):
 
 def turns_of(sample):
     """The runs of sampled and other tokens: [(sampled, ids, logps)]."""
-    edges = [0, *(np.flatnonzero(np.diff(sample.mask)) + 1), len(sample.mask)]
-    return [
-        (bool(sample.mask[a]), sample.output_ids[a:b].tolist(), sample.sampler_logps[a:b])
-        for a, b in itertools.pairwise(edges)
-    ]
+    tokens = sample.sequence.tokens
+    edges = [0, *(np.flatnonzero(np.diff(tokens["mask"])) + 1), len(tokens)]
+    runs = [tokens[a:b] for a, b in itertools.pairwise(edges)]
+    return [(bool(run["mask"][0]), run["id"].tolist(), run["logp"]) for run in runs]
 
 
 @pytest.mark.slow
 def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_rank, tokenizer, tiny):
     """Also against transformers, which shares nothing with us."""
     samples = converse(Script(), rows(tokenizer, [f"{i}+{i}" * (1 + i % 3) for i in range(8)]))
-    assert {s.num_turns for s in samples} >= {1, 2, 3} and {s.weight_version for s in samples} == {3}
+    assert {s.num_turns for s in samples} >= {1, 2, 3} and {s.oldest_version for s in samples} == {3}
     for s in samples:
         s.grade.reward = 1.0
     for max_tokens in (2048, 128):
@@ -116,13 +115,13 @@ def test_the_trainers_logp_of_every_turn_is_the_samplers(converse, policy, one_r
         assert metrics["logp_gap_max"] <= 1e-4
     longest = sorted(samples, key=lambda s: -s.num_turns)[:8]
     for s in longest:
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        ids = torch.tensor(s.sequence.token_ids)
         with torch.no_grad():
-            logits_TV = tiny[1](ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : tokenizer.vocab_size]
-        logp_T = (logits_TV / TEMPERATURE).log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-        gap_T = (logp_T - torch.from_numpy(s.sampler_logps)).abs()
-        assert gap_T[torch.from_numpy(s.mask)].max() <= 1e-4 and s.num_turns == 3
-        assert (s.sampler_logps[~s.mask] == 0).all()
+            logits_TV = tiny[1](ids[None]).logits[0, len(s.sequence.prompt_ids) - 1 : -1, : tokenizer.vocab_size]
+        logp_T = (logits_TV / TEMPERATURE).log_softmax(-1).gather(1, ids[len(s.sequence.prompt_ids) :, None])[:, 0]
+        gap_T = (logp_T - torch.from_numpy(s.sequence.tokens["logp"])).abs()
+        assert gap_T[torch.from_numpy(s.sequence.tokens["mask"])].max() <= 1e-4 and s.num_turns == 3
+        assert (s.sequence.tokens["logp"][~s.sequence.tokens["mask"]] == 0).all()
 
 
 class Uneven(Script):
@@ -141,7 +140,7 @@ def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy,
     assert {s.num_turns for s in samples} >= {2, 3}
     for s in samples:
         parts = [(ids, logps) for sampled, ids, logps in turns_of(s) if sampled]
-        assert s.turn_tokens == [len(ids) for ids, _ in parts]
+        assert s.sequence.turn_tokens == [len(ids) for ids, _ in parts]
         assert s.grade.turn_rewards == [len(ids) % 5 / 4 - (turn + 1) for turn, (ids, _) in enumerate(parts)]
         assert s.grade.reward == sum(s.grade.turn_rewards)
     grpo_keys = {"turn_level_advantages": True, "max_rollout_turns": 3, "normalize_rewards": False}
@@ -150,9 +149,11 @@ def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy,
     oracle.zero_grad()
     largest = 0.0
     for s in samples:
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, : tokenizer.vocab_size] / TEMPERATURE
-        logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
+        ids = torch.tensor(s.sequence.token_ids)
+        logits_TV = (
+            oracle(ids[None]).logits[0, len(s.sequence.prompt_ids) - 1 : -1, : tokenizer.vocab_size] / TEMPERATURE
+        )
+        logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.sequence.prompt_ids) :, None])[:, 0]
         adv_T, end = torch.zeros(len(logp_T)), 0
         for k, (sampled, part, _) in enumerate(turns_of(s)):
             peers = [o for o in samples if o is not s and o.prompt == s.prompt and o.num_turns > k // 2]
@@ -188,10 +189,14 @@ def test_observations_are_the_templates_tokens_behind_the_sampled_ones(converse,
                 user, assistant = (tokenizer.backend.token_to_id(t) for t in ("<|user|>", "<|assistant|>"))
                 hint = tokenizer.backend.encode(f"hint {k // 2}").ids
                 assert ids == [user, *hint, assistant]
-        assert s.num_env_tokens == sum(len(ids) for sampled, ids, _ in parts if not sampled) == int((~s.mask).sum())
-        assert (s.sampler_logps[~s.mask] == 0).all()
-        assert s.num_tokens == len(s.prompt_ids) + s.num_gen_tokens + s.num_env_tokens <= 128
-    assert changed >= 8 and end not in [i for s in samples for i in s.output_ids[~s.mask]]
+        assert (
+            s.sequence.num_env_tokens
+            == sum(len(ids) for sampled, ids, _ in parts if not sampled)
+            == int((~s.sequence.tokens["mask"]).sum())
+        )
+        assert (s.sequence.tokens["logp"][~s.sequence.tokens["mask"]] == 0).all()
+        assert s.sequence.num_tokens == len(s.sequence.prompt_ids) + s.num_gen_tokens + s.sequence.num_env_tokens <= 128
+    assert changed >= 8 and end not in [i for s in samples for i in s.sequence.tokens["id"][~s.sequence.tokens["mask"]]]
     for before, reply_ids, observation, tools in asked:  # the reply as ids only, and whose turn it is
         assert [m["role"] for m in before] == ["user", "assistant"] * (len(before) // 2) + ["user"] and not tools
         assert observation[0]["content"] == f"hint {len(before) // 2}" and reply_ids[-1] in synced.stop_token_ids
@@ -238,7 +243,7 @@ def test_a_conversation_without_room_ends_truncated(converse, synced, tokenizer,
         assert {s.finish_reason for s in samples} == {"length"} and max(s.num_turns for s in samples) <= most
         for s in samples:
             sampled, ids, _ = turns_of(s)[-1]
-            assert sampled and s.num_tokens <= 128  # never an observation that nothing answers
+            assert sampled and s.sequence.num_tokens <= 128  # never an observation that nothing answers
             if s.num_turns < most and size == 120:
                 assert len(ids) == 20
     exact = 128 - 3 - 1 - 4  # prompt, a reply of one token, marks and " 0": one token of room is enough, none is not
@@ -249,13 +254,14 @@ def test_a_conversation_without_room_ends_truncated(converse, synced, tokenizer,
         found = converse(environment, prompts, num_samples=32, max_turns=2, max_new_tokens=4)
         short = [s for s in found if turns_of(s)[0][1][-1] in synced.stop_token_ids and len(turns_of(s)[0][1]) == 1]
         assert short and {(s.num_turns, s.finish_reason == "length" or turns == 2) for s in short} == {(turns, True)}
-        assert {s.num_tokens for s in short} == {128 if turns == 2 else 4}
+        assert {s.sequence.num_tokens for s in short} == {128 if turns == 2 else 4}
 
 
 def test_rows_with_loss_multiplier_0_are_sampled_but_not_trained_on(converse, tokenizer):
     (sample, *_), (masked, *_) = (converse(Script(), rows(tokenizer, ["1+1"], loss_multiplier=m)) for m in (1.0, 0.0))
-    assert masked.output_ids.tolist() == sample.output_ids.tolist() and masked.grade.reward == sample.grade.reward
-    assert masked.num_env_tokens == sample.num_env_tokens and sample.mask.any() and not masked.mask.any()
+    assert masked.sequence.output_ids == sample.sequence.output_ids and masked.grade.reward == sample.grade.reward
+    assert masked.sequence.num_env_tokens == sample.sequence.num_env_tokens
+    assert sample.num_trained_tokens > 0 and masked.num_trained_tokens == 0 and not masked.sequence.tokens["mask"].any()
 
 
 def test_an_observation_of_another_form_ends_the_run_at_the_first_turn(converse, tokenizer):
@@ -288,8 +294,8 @@ def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, o
     messages = [{"role": "user", "content": f"What is 1+1?{end}"}]
     problem = records.Problem(0, messages, "2", "script", plain.render(messages))
     reply = "1+1\n</think>\n<answer>2</answer>"
-    ids = np.array(tokenizer.backend.encode(reply).ids, np.int32)
-    completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", np.full(len(ids), 3))
+    tokens = records.make_tokens(tokenizer.backend.encode(reply).ids, version=3, mask=True)
+    completion = Completion(tokens, "stop")
     turn = Conversation(problem, 0, 0, SamplingOptions(1.0, 64), (), 0).add_reply(completion, plain)
     assert (turn.opened, turn.whole_reply, turn.raw_reply) == (opened, reply, "")
     (result,) = make_environment("math_multi_reward", config.EnvConfig()).step([turn])

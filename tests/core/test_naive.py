@@ -7,18 +7,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from dist_case import packs_of
 from safetensors.torch import load_file
+from samples import sampled
 
 import config
 import grpo
 from examples import naive
 from model import load_policy
 from pack import finish_minibatches, make_minibatches
-from records import Sample
 from run.start import loss_path_of
 
 STARTER = naive.TASK / "starter"
@@ -46,19 +45,8 @@ def samples_of(groups, adv_PG):
         for index, (token_T, logp_T, is_sampled_T) in enumerate(zip(*group, strict=True)):
             (where,) = is_sampled_T.nonzero(as_tuple=True)
             first, end = int(where[0]), int(where[-1]) + 1
-            samples.append(
-                Sample(
-                    prompt=prompt,
-                    index=index,
-                    row_id=prompt,
-                    prompt_ids=token_T[:first].tolist(),
-                    output_ids=token_T[first:end].numpy().astype(np.int32),
-                    sampler_logps=logp_T[first:end].numpy(),
-                    mask=np.ones(end - first, bool),
-                    finish_reason="stop",
-                    versions=np.zeros(end - first, np.int32),
-                )
-            )
+            ids, logp = token_T[first:end].tolist(), logp_T[first:end].numpy()
+            samples.append(sampled(prompt, index, token_T[:first].tolist(), ids, logp=logp, row_id=prompt))
     return samples, adv_PG.flatten().tolist()
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import FakeEngine, FakeTokenizer
-from samples import with_grade
+from samples import sampled, with_grade, with_tokens
 
 import envs
 from base.graders.environments import PoolEnvironment, make_environment
@@ -24,7 +24,7 @@ from base.system.ranks import Ranks
 from config import Config, DataConfig, EnvConfig, GRPOConfig, RewardShapingConfig
 from judges.pool import Graded, GraderPool
 from metrics import sample_metrics
-from records import Grade, Problem, Sample, SamplingOptions
+from records import Grade, Problem, SamplingOptions
 from rollout import Conversation, Sampler, deal, sample_seed, sample_step
 
 ROWS = [Problem(i, [], "", "exact", [1, 2]) for i in range(50)]
@@ -49,10 +49,10 @@ class StubSampler:
 
     def one(self, prompt, row, i):
         length, reward = self.lengths[i % len(self.lengths)], float(self.rewards_of(row.row_id)[i])
-        ids, logps, mask = np.full(length, prompt, np.int32), np.zeros(length, np.float32), np.ones(length, bool)
         reason, outcome = "length" if length == 8 else "stop", "ok" if reward > 0 else "wrong"
         grade = Grade(reward, outcome)
-        return Sample(prompt, i, row.row_id, [1, 2], ids, logps, mask, reason, 0 * ids + self.version, grade)
+        fields = {"version": self.version, "row_id": row.row_id, "finish_reason": reason, "grade": grade}
+        return sampled(prompt, i, [1, 2], [prompt] * length, **fields)
 
 
 def config_of(num_prompts=4, *, shuffle=False, **grpo):
@@ -131,7 +131,8 @@ def test_overlong_filtering_leaves_the_reward_and_the_numbers():
     assert (metrics["num_overlong_filtered"], metrics["truncation_rate"]) == (2, 0.5)
     assert metrics["mean_gen_tokens_per_sample"] == 5.5
     samples, _, metrics = collect(config_of(1), ROWS, 2, StubSampler(by_remainder, lengths=(3, 8)))
-    assert all(s.mask.all() for s in samples) and metrics["num_overlong_filtered"] == 0  # only if asked
+    assert all(s.num_trained_tokens == s.num_gen_tokens for s in samples), "only if asked"
+    assert metrics["num_overlong_filtered"] == 0
 
 
 class Ungraded(StubSampler):
@@ -211,9 +212,7 @@ def test_a_step_without_a_row_to_train_on_stops_the_run():
     class Masked(StubSampler):
         def one(self, *args):
             sample = super().one(*args)
-            sample.mask[:] = sample.row_id > 1  # what rollout.py does for loss_multiplier 0
-            sample.count_tokens()
-            return sample
+            return with_tokens(sample, mask=sample.row_id > 1)  # what rollout.py does for loss_multiplier 0
 
     samples, _, metrics = collect(config_of(2), ROWS, 1, Masked(by_remainder))
     assert [s.num_trained_tokens > 0 for s in samples] == [False] * SIZE + [True] * SIZE and metrics["reward"] == 5 / 8
@@ -501,7 +500,7 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
     engine = decoder()
     for turn in range(2):
         seeds = [sample_seed(3, 1, c.sample.prompt, c.sample.index, *[turn][:turn]) for c in lockstep]
-        names = engine.start([c.sample.token_ids for c in lockstep], seeds, None)
+        names = engine.start([c.sample.sequence.token_ids for c in lockstep], seeds, None)
         while not engine.is_idle:
             engine.advance(names)
         turns = [c.add_reply(engine.unclaimed[name], Ids()) for c, name in zip(lockstep, names, strict=True)]
@@ -515,8 +514,7 @@ def test_samples_do_not_depend_on_who_is_graded_when(kind, tmp_path, one_rank):
                 conversation.sample.index,
                 conversation.sample.grade.reward,
             )
-            for name in ("output_ids", "sampler_logps", "mask", "versions"):
-                assert (getattr(s, name) == getattr(conversation.sample, name)).all()
+            assert (s.sequence.tokens == conversation.sample.sequence.tokens).all()
     environment.close()
 
 

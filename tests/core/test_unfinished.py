@@ -22,7 +22,7 @@ from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
 from gap import check_versions
 from head import HeadOptions, response_logps
 from model import load_policy
-from records import Completion, Problem, SamplingOptions
+from records import Problem, SamplingOptions
 from rollout import Sampler, sample_step
 from run.split.generators import serve
 
@@ -53,9 +53,9 @@ def sync(engine, policies, version):
     engine.llm.llm_engine.set_weight_version(str(version))
 
 
-def gap_of_each(policies, prompt, completion):
+def gap_of_each(policies, prompt, tokens):
     """[tokens]: |log-probability as stored - that of a trainer with the token's own weights|."""
-    ids = torch.tensor([*prompt, *completion.ids.tolist()])
+    ids = torch.tensor([*prompt, *tokens["id"].tolist()])
     position_T = torch.arange(len(ids) - 1)
     logps = []
     for policy in policies:
@@ -63,7 +63,7 @@ def gap_of_each(policies, prompt, completion):
             inputs = (ids[:-1], position_T, layout_of(len(position_T)), position_T[len(prompt) - 1 :])
             logp_R, _ = response_logps(policy, inputs, ids[len(prompt) :], HEAD)
         logps.append(logp_R.numpy())
-    return np.abs(np.stack(logps)[completion.versions, np.arange(len(completion.ids))] - completion.logps)
+    return np.abs(np.stack(logps)[tokens["version"], np.arange(len(tokens))] - tokens["logp"])
 
 
 PROMPTS = [[5 + i, 6, 7] * (1 + i % 4) for i in range(8)]
@@ -85,13 +85,13 @@ def carried(engine, policies, first_seed):
 @pytest.fixture
 def spans(monkeypatch):
     """vLLM's own: [(version, start, end) of each span] of each reply, as they end."""
-    seen, completion_of = [], engine_module._completion
+    seen, completion_of = [], engine_module.completion_of
 
     def completion(output, *args):
         seen.append([(int(s.version), s.start, s.end) for s in output.weight_versions])
         return completion_of(output, *args)
 
-    monkeypatch.setattr(engine_module, "_completion", completion)
+    monkeypatch.setattr(engine_module, "completion_of", completion)
     return seen
 
 
@@ -99,10 +99,10 @@ def spans(monkeypatch):
 @pytest.mark.parametrize("seed", [0, 100, 200])
 def test_every_token_is_of_the_weights_of_its_version(engine, policies, spans, seed):
     replies, others = carried(engine, policies, seed)
-    assert sum(set(reply.versions) == {0, 1, 2, 3} for reply in replies) >= 4
+    assert sum(set(reply.tokens["version"]) == {0, 1, 2, 3} for reply in replies) >= 4
     for prompt, reply in zip(PROMPTS + [PROMPTS[0]] * 6, [*replies, *others], strict=True):
-        assert gap_of_each(policies, prompt, reply).max() <= 1e-4
-    ours = [np.flatnonzero(np.diff(reply.versions, prepend=-1)).tolist() for reply in replies]
+        assert gap_of_each(policies, prompt, reply.tokens).max() <= 1e-4
+    ours = [np.flatnonzero(np.diff(reply.tokens["version"], prepend=-1)).tolist() for reply in replies]
     theirs = [[start for _, start, _ in reply] for reply in spans]
     assert len(theirs) == 14 and all(starts in theirs for starts in ours)
     assert not engine.versions_by_request and not engine.unclaimed
@@ -113,10 +113,12 @@ def test_without_the_rebuild_a_token_is_of_no_weights_at_all(engine, policies, m
     """What the sync asks vLLM for, left out: so the test above can fail."""
     monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda reset_running_requests: True)
     replies, _ = carried(engine, policies, 0)
-    gaps = [gap_of_each(policies, prompt, reply) for prompt, reply in zip(PROMPTS, replies, strict=True)]
-    assert max(gap[reply.versions == 0].max() for gap, reply in zip(gaps, replies, strict=True)) <= 1e-4
+    gaps = [gap_of_each(policies, prompt, reply.tokens) for prompt, reply in zip(PROMPTS, replies, strict=True)]
+    assert max(gap[reply.tokens["version"] == 0].max() for gap, reply in zip(gaps, replies, strict=True)) <= 1e-4
     for version in (1, 2, 3):
-        gap = np.concatenate([gap[reply.versions == version] for gap, reply in zip(gaps, replies, strict=True)])
+        gap = np.concatenate(
+            [gap[reply.tokens["version"] == version] for gap, reply in zip(gaps, replies, strict=True)]
+        )
         assert gap.max() > 0.1, (version, gap.max())
     monkeypatch.undo()
     sync(engine, policies, 0)
@@ -166,16 +168,15 @@ def split_samples(engine, policies, ranks, seed):
 
 
 def gaps_of(policies, samples):
-    replies = [SimpleNamespace(ids=s.output_ids, logps=s.sampler_logps, versions=s.versions) for s in samples]
-    return [gap_of_each(policies, s.prompt_ids, reply) for s, reply in zip(samples, replies, strict=True)]
+    return [gap_of_each(policies, s.sequence.prompt_ids, s.sequence.tokens) for s in samples]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 100, 200])
 def test_a_split_job_is_exact_to_the_token(engine, policies, one_rank, seed):
     first, second = split_samples(engine, policies, one_rank[0], seed)
-    assert sum(set(sample.versions) == {0, 1, 2, 3} for sample in first) >= 4
-    assert {version for sample in second for version in sample.versions} == {3}
+    assert sum(set(sample.sequence.tokens["version"]) == {0, 1, 2, 3} for sample in first) >= 4
+    assert {version for sample in second for version in sample.sequence.tokens["version"]} == {3}
     assert max(gap.max() for gap in gaps_of(policies, first + second)) <= 1e-4
 
 
@@ -188,7 +189,9 @@ def test_a_split_job_that_keeps_keys_and_values_mixes_weights_in_old_requests_al
     first, second = split_samples(engine, policies, one_rank[0], 0)
     gaps = gaps_of(policies, first)
     for version in (0, 1, 2, 3):
-        gap = np.concatenate([gap[sample.versions == version] for gap, sample in zip(gaps, first, strict=True)])
+        gap = np.concatenate(
+            [gap[sample.sequence.tokens["version"] == version] for gap, sample in zip(gaps, first, strict=True)]
+        )
         assert gap.max() > 0.1 if version else gap.max() <= 1e-4, (version, gap.max())
     assert max(gap.max() for gap in gaps_of(policies, second)) <= 1e-4
 
@@ -213,7 +216,7 @@ def test_a_request_without_a_token_may_have_keys_of_the_old_weights(rebuilds_cac
     places = {"start_indices": [0, 1, 2], "end_indices": [1, 2, 3]}
     logprobs = SimpleNamespace(**places, token_ids=[5, 6, 7], logprobs=[-0.1, -0.2, -0.3])
     output = SimpleNamespace(token_ids=[5, 6, 7], logprobs=logprobs, finish_reason="stop")
-    assert engine_module._completion(output, engine.versions_by_request["7"]).versions.tolist() == versions
+    assert engine_module.completion_of(output, engine.versions_by_request["7"]).tokens["version"].tolist() == versions
 
 
 @pytest.mark.slow
@@ -225,7 +228,7 @@ def test_a_sample_survives_being_put_back_into_the_queue(engine, policies):
     for _ in range(3):
         engine.generate([PROMPTS[0]], [9], SHORT)
     for before, after in zip(whole, engine.wait(request_ids), strict=True):
-        assert before.ids.tolist() == after.ids.tolist() and (before.logps == after.logps).all()
+        assert before.ids == after.ids and (before.tokens["logp"] == after.tokens["logp"]).all()
 
 
 @pytest.mark.slow
@@ -273,9 +276,9 @@ def test_conversations_of_several_turns_go_on_over_weight_changes(engine, polici
         if version < 3:
             sync(engine, policies, version + 1)
     for s in samples:
-        reply = Completion(s.output_ids, s.sampler_logps, "", s.versions)
-        assert gap_of_each(policies, s.prompt_ids, reply)[s.mask].max() <= 1e-4
-    seen = [set(s.versions[s.mask].tolist()) for s in samples]
+        gaps = gap_of_each(policies, s.sequence.prompt_ids, s.sequence.tokens)
+        assert gaps[s.sequence.tokens["mask"]].max() <= 1e-4
+    seen = [set(s.sequence.tokens["version"][s.sequence.tokens["mask"]].tolist()) for s in samples]
     assert {s.num_turns for s in samples if s.env_name == "hints"} >= {1, 3} and {0, 1} in seen and len(seen) == 32
     assert all(s.num_turns == 1 for s in samples if s.env_name == "exact")
 
@@ -329,7 +332,7 @@ def test_pacing(one_rank, max_age, num_steps):
     """Up to 10,000 groups: each is trained once, at the step it was begun for, however long it takes."""
     steps, waits, ages, engine = simulate(max_age, one_rank[0], num_steps=num_steps, slots=20)
     assert [[s.row_id for s in step[::2]] for step in steps] == np.arange(10 * num_steps).reshape(-1, 10).tolist()
-    trained = sorted(len(s.output_ids) for step in steps for s in step)
+    trained = sorted(len(s.sequence.output_ids) for step in steps for s in step)
     assert trained == sorted(length_of(request.seed) for request in engine.started)
     assert trained[-1] > 20 * trained[10 * num_steps]
     assert waits == [(needed, needed) for _, needed in waits], "no step waits for more than its own groups"

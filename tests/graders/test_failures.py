@@ -4,7 +4,7 @@ import pytest
 
 from base.graders.failures import Failures
 from base.system.exits import StopRun
-from records import Grade, Sample
+from records import Grade, Sample, TokenSequence
 
 
 def samples_of(**outcomes):
@@ -15,7 +15,7 @@ def samples_of(**outcomes):
         for index, letter in enumerate(letters):
             message = f"why {index}" if letter in "ce" else ""
             grade = Grade(0.0, names[letter], message=message)
-            samples.append(Sample(0, index, 0, [1], grade=grade, env_name=agent, is_led=True))
+            samples.append(Sample(0, index, 0, [TokenSequence([1])], grade=grade, env_name=agent, is_led=True))
     return samples
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from samples import sampled
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -40,8 +41,8 @@ from kernels.backend import KernelBackend
 from lora import add_adapters
 from model import Block, Decoder, body_of, rope_cos_sin, shard
 from optim import build_optimizer
-from pack import MicroBatch, Minibatch, pack_samples, to_device
-from records import Grade, Sample
+from pack import MicroBatch, Minibatch, pack_samples, rows_of, to_device
+from records import Grade
 
 
 class LiveBytes(TorchDispatchMode):
@@ -119,10 +120,10 @@ def make_micro(vocab: int, num_tokens: int, device: str) -> tuple[MicroBatch, Mi
     """(a pack of num_tokens in four sequences, all of them response tokens, and its minibatch)."""
     length = num_tokens // 4
     ids = np.random.default_rng(0).integers(0, vocab, (4, length + 1), np.int32)
-    floats = np.full(length, -8, np.float32)
-    given = {"sampler_logps": floats, "mask": floats < 0, "versions": np.zeros(length, np.int32), "grade": Grade(1.0)}
-    samples = [Sample(i, 0, 0, [row[0]], row[1:], **given, advantage=0.5 - i) for i, row in enumerate(ids)]
-    (pack,) = pack_samples([[sample] for sample in samples], num_tokens)
+    samples = []
+    for i, row in enumerate(ids):
+        samples.append(sampled(i, 0, [row[0]], row[1:], logp=-8, grade=Grade(1.0), advantage=0.5 - i))
+    (pack,) = pack_samples([[row] for row in rows_of(samples)], num_tokens)
     micro = to_device(pack, torch.device(device))
     counts = {"num_tokens": num_tokens, "num_trained_samples": 4, "num_positive_tokens": 1}
     return micro, Minibatch([micro], num_tokens, **counts, version=0)

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from samples import sampled
 
 import config
 from base.system.ranks import local_rows
 from model import Decoder, load_policy
+from pack import Part, rows_of
 from records import Sample
 
 # Gradients are compared as they are, so nothing clips them; the log-probabilities are made up, so they have no limit.
@@ -49,11 +51,11 @@ def adapted_policy(folder, mesh, precision: str = "float32") -> Decoder:
     return model
 
 
-def alone(samples: list[Sample], adv_B: list[float]) -> list[list[Sample]]:
+def alone(samples: list[Sample], adv_B: list[float]) -> list[Part]:
     """Parts of one sample each, with their advantages: packs in which no prompt is shared."""
     for sample, adv in zip(samples, adv_B, strict=True):
         sample.advantage = adv
-    return [[sample] for sample in samples]
+    return [[row] for row in rows_of(samples)]
 
 
 def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
@@ -62,21 +64,10 @@ def make_samples(vocab_size: int) -> tuple[list[Sample], list[float]]:
     samples: list[Sample] = []
     for i in range(20):
         ids, length = rng.integers(0, vocab_size, rng.integers(1, 12)), int(rng.integers(1, 19))
-        prompt = ids.tolist() if i % 4 == 0 else samples[-1].prompt_ids
+        prompt = ids.tolist() if i % 4 == 0 else samples[-1].sequence.prompt_ids
         mask = np.ones(length, bool)
         if i % 3 == 0:
             mask[1 : length // 2] = False
-        samples.append(
-            Sample(
-                prompt=i // 4,
-                index=i % 4,
-                row_id=i // 4,
-                prompt_ids=prompt,
-                output_ids=rng.integers(0, vocab_size, length).astype(np.int32),
-                sampler_logps=rng.normal(-5, 1, length).astype(np.float32),
-                mask=mask,
-                finish_reason="stop",
-                versions=np.zeros(length, np.int32),
-            )
-        )
+        output_ids, logp = rng.integers(0, vocab_size, length), rng.normal(-5, 1, length)
+        samples.append(sampled(i // 4, i % 4, prompt, output_ids, logp=logp, mask=mask, row_id=i // 4))
     return samples, rng.normal(size=20).tolist()

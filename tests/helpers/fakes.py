@@ -51,7 +51,7 @@ class FakeEngine:
         return [*map(str, numbers)]
 
     def advance(self, requests):
-        from records import Completion
+        from records import Completion, make_tokens
 
         while self.queue and len(self.running) < self.slots:
             _, number = heapq.heappop(self.queue)
@@ -73,7 +73,8 @@ class FakeEngine:
                 continue
             del self.running[name]
             ids, logps, *others = self.reply(seed, options)
-            self.unclaimed[name] = Completion(ids, logps, *(others or ("stop", np.resize(request[1], len(ids)))))
+            reason, versions = others or ("stop", np.resize(request[1], len(ids)))
+            self.unclaimed[name] = Completion(make_tokens(ids, logp=logps, version=versions, mask=True), reason)
             self.ended[name] = self.ticks
         return [name for name in requests if name in self.unclaimed]
 

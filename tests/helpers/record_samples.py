@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-COLUMNS = ("output_ids", "sampler_logps", "versions", "mask")
-FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns", "prompt_ids")
+COLUMNS = {"output_ids": "id", "sampler_logps": "logp", "versions": "version", "mask": "mask"}  # there -> in TOKEN
+FIELDS = ("prompt", "index", "row_id", "dataset", "env_name", "num_turns")
 
 
 def record(program, file: Path) -> None:
@@ -19,12 +19,13 @@ def record(program, file: Path) -> None:
         result = original(sampler, cfg, mixture, cursor, step, num_steps)
         trained = {(sample.dataset, sample.row_id, sample.index) for sample in result.trained}
         is_trained = [(sample.dataset, sample.row_id, sample.index) in trained for sample in result.generated]
-        generated = [replace(sample) for sample in result.generated]
-        move_tokens([generated])
+        generated = [replace(s, sequences=[replace(s.sequence)]) for s in result.generated]
+        move_tokens([[s.sequence for s in generated]])
         if sampler.ranks.rank == 0:
             samples = [
-                {name: getattr(s, name).tolist() for name in COLUMNS}
+                {name: s.sequence.tokens[column].tolist() for name, column in COLUMNS.items()}
                 | {name: getattr(s, name) for name in FIELDS}
+                | {"prompt_ids": s.sequence.prompt_ids}
                 | {"reward": s.grade.reward, "outcome": s.grade.outcome}
                 | {"trained": trained}
                 for s, trained in zip(generated, is_trained, strict=True)

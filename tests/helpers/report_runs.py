@@ -54,7 +54,7 @@ def make_run(
                 numbers = [numbers_of(sample, rng) for sample in samples[: num_samples if step in dumped_steps else 16]]
                 for i, sample in enumerate(samples):
                     if i < 16:  # as run/log.py does
-                        tokens = {"tokens": tokens_of(sample), "sampler_logps": for_json(numbers[i]["sampler_logp_T"])}
+                        tokens = {"tokens": tokens_of(sample), "sampler_logps": for_json(numbers[i]["logp_T"])}
                         sample = sample | tokens
                     file.write(json.dumps(sample) + "\n")
                 if step in dumped_steps:
@@ -86,10 +86,10 @@ def numbers_of(sample: dict, rng: random.Random) -> dict[str, np.ndarray]:
     logp_T = np.where(mask_T, -noise.exponential(0.7, num_tokens), math.nan)
     return {
         "mask_T": mask_T,
-        "logp_T": logp_T.astype(np.float32),
-        "sampler_logp_T": (logp_T + noise.normal(0, 0.02, num_tokens)).astype(np.float32),
+        "trainer_logp_T": logp_T.astype(np.float32),
+        "logp_T": (logp_T + noise.normal(0, 0.02, num_tokens)).astype(np.float32),
         "entropy_T": np.where(mask_T, noise.exponential(0.8, num_tokens), math.nan).astype(np.float32),
-        "output_ids_T": np.zeros(num_tokens, np.int32),
+        "id_T": np.zeros(num_tokens, np.int32),
         "version_T": np.zeros(num_tokens, np.int32),
     }
 

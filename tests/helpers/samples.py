@@ -4,17 +4,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from records import Grade, Sample
+from records import Grade, Sample, TokenSequence, make_tokens
+
+
+def sampled(prompt, index, prompt_ids, ids, *, logp=0.0, version=0, mask=True, row_id=0, holder=None, **fields):
+    """A sample of one sequence with these output ids."""
+    tokens = make_tokens(ids, logp=logp, version=version, mask=mask)
+    sequences = [TokenSequence(prompt_ids, tokens, holder=holder)]
+    return Sample(prompt, index, row_id, sequences, **{"finish_reason": "stop"} | fields)
 
 
 def sample(prompt, reward, outcome, length, *, finish_reason="stop", unsampled=0, num_turns=1):
-    mask = np.arange(length) >= unsampled
-    ids, logps = np.array([16] * (length - 1) + [257], np.int32), np.zeros(length, np.float32)  # 257: the end token
     grade = Grade(reward, outcome, unshaped_reward=reward)
-    prompt_ids, env_name = [17] * (prompt + 1), "games" if prompt else "math"
-    found = Sample(prompt, 0, 40 + prompt, prompt_ids, ids, logps, mask, finish_reason, np.full(length, 7), grade)
-    dataset = "" if prompt else "a"
-    return replace(found, env_name=env_name, num_env_tokens=unsampled, num_turns=num_turns, dataset=dataset)
+    fields = {"grade": grade, "finish_reason": finish_reason, "env_name": "games" if prompt else "math"}
+    fields |= {"num_turns": num_turns, "dataset": "" if prompt else "a"}
+    ids = [16] * (length - 1) + [257]  # 257: the end token
+    mask = np.arange(length) >= unsampled
+    found = sampled(prompt, 0, [17] * (prompt + 1), ids, version=7, mask=mask, row_id=40 + prompt, **fields)
+    found.sequence.num_env_tokens = unsampled
+    return found
 
 
 def with_grade(sample, **fields):
@@ -22,9 +30,18 @@ def with_grade(sample, **fields):
     return replace(sample, grade=replace(sample.grade, **fields))
 
 
+def with_tokens(sample, **columns):
+    """A copy of the sample of one sequence with these columns in its tokens."""
+    sequence = replace(sample.sequence, tokens=sample.sequence.tokens.copy())
+    for name, values in columns.items():
+        sequence.tokens[name] = values
+    sequence.count_tokens()
+    return replace(sample, sequences=[sequence])
+
+
 def of_version(sample, version):
     """The sample, as if all its tokens were drawn from these weights."""
-    return replace(sample, versions=np.full(len(sample.output_ids), version))
+    return with_tokens(sample, version=version)
 
 
 def answers(*given, right="7"):
@@ -33,8 +50,7 @@ def answers(*given, right="7"):
     for i, answer in enumerate(given):
         outcome = "parse_fail" if answer is None else "ok" if answer == right else "wrong"
         grade = Grade(float(outcome == "ok"), outcome, extracted=answer)
-        ids, logps = np.zeros(2 + i, np.int32), np.zeros(2 + i, np.float32)
-        samples.append(Sample(0, i, 0, [1], ids, logps, ids == 0, "stop", 0 * ids, grade))
+        samples.append(sampled(0, i, [1], [0] * (2 + i), grade=grade))
     return samples
 
 
@@ -45,9 +61,9 @@ def groups_that_share_prompts(seed):
     for prompt in range(4):
         prompt_ids = rng.integers(0, 200, 1 if prompt == 2 else rng.integers(1, 41)).tolist()
         for index in range((1, 16, 3, 7)[prompt]):
-            output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41)).astype(np.int32)
-            no_logps = np.zeros(len(output_ids), np.float32)
-            sampled = rng.random(len(output_ids)) < 0.8
-            tokens = (output_ids, no_logps, sampled, "stop", np.zeros_like(output_ids))
-            samples.append(Sample(prompt, index, prompt, prompt_ids, *tokens, advantage=len(samples)))
+            output_ids = rng.integers(0, 200, 1 if index == 1 else rng.integers(1, 41))
+            mask = rng.random(len(output_ids)) < 0.8
+            samples.append(
+                sampled(prompt, index, prompt_ids, output_ids, mask=mask, row_id=prompt, advantage=len(samples))
+            )
     return samples

@@ -136,22 +136,23 @@ def test_what_a_dump_holds(plain):
     logged = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()][:32]
     assert columns["sample_S"].tolist() == list(range(32)) == [8 * r["prompt"] + r["index"] for r in records]
     for record, line in zip(records, logged, strict=True):
-        for name in ("row_id", "reward", "unshaped_reward", "outcome", "finish_reason", "weight_version"):
+        for name in ("row_id", "reward", "unshaped_reward", "outcome", "finish_reason"):
             assert record[name] == line[name], name
+        assert record["oldest_version"] == record["newest_version"] == line["weight_version"]
         assert record["prompt_text"] == line["prompt"] and "".join(record["tokens"]) == line["reply"]
         assert {"env_name": "exact", "dataset": "train", "num_turns": 1, "num_env_tokens": 0}.items() <= record.items()
     assert sum(abs(record["advantage"]) for record in records) > 0
     model = AutoModelForCausalLM.from_pretrained(STARTER, dtype=torch.float64)
     ends, vocab_size = np.cumsum(columns["num_tokens_S"]), Tokenizer(STARTER).vocab_size
-    dtypes = {"output_ids": np.int32, "sampler_logp": np.float32, "version": np.int32, "logp": np.float32}
+    dtypes = {"id": np.int32, "logp": np.float32, "version": np.int32, "trainer_logp": np.float32}
     assert all(columns[f"{name}_T"].dtype == dtype for name, dtype in dtypes.items()) and columns["mask_T"].all()
     for record, start, end in list(zip(records, [0, *ends], ends, strict=False))[::5]:
-        ids = torch.tensor([[*record["prompt_ids"], *columns["output_ids_T"][start:end]]])
+        ids = torch.tensor([[*record["prompt_ids"], *columns["id_T"][start:end]]])
         with torch.no_grad():
             logp_TV = model(ids).logits[0, len(record["prompt_ids"]) - 1 : -1, :vocab_size].log_softmax(-1)
         logp_T = logp_TV.gather(1, ids[0, len(record["prompt_ids"]) :, None])[:, 0]
+        assert columns["trainer_logp_T"][start:end] == pytest.approx(logp_T.numpy(), abs=2e-5)
         assert columns["logp_T"][start:end] == pytest.approx(logp_T.numpy(), abs=2e-5)
-        assert columns["sampler_logp_T"][start:end] == pytest.approx(logp_T.numpy(), abs=2e-5)
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         assert columns["entropy_T"][start:end] == pytest.approx(entropy_T.numpy(), abs=2e-5)
 
@@ -237,7 +238,7 @@ def test_a_replay_of_every_kind_of_step(start, one_rank, tmp_path, case):
     assert code == 0
     folder = tmp_path / "exp_001"
     records, columns = read_dump(folder / "rollouts" / "step_000002")
-    is_nan = np.isnan(columns["logp_T"])
+    is_nan = np.isnan(columns["trainer_logp_T"])
     assert is_nan.tolist() == np.isnan(columns["entropy_T"]).tolist() == (~columns["mask_T"]).tolist()
     trained = sum(record["num_trained_tokens"] for record in records)
     if case == "dapo, minibatches":
@@ -245,7 +246,7 @@ def test_a_replay_of_every_kind_of_step(start, one_rank, tmp_path, case):
         assert 0 < trained < columns["mask_T"].sum() and metrics["num_optimizer_steps"] == 4
     elif "two turns" in case:
         assert not columns["mask_T"].all() and trained == columns["mask_T"].sum() == metrics["global_valid_toks"]
-        assert {record["weight_version"] for record in records} == {0}, "a step old"
+        assert {record["oldest_version"] for record in records} == {0}, "a step old"
     again, same = replayed(one_rank, folder, 2)
     assert_equal(tensors, again)
     assert_same_metrics(same, metrics)

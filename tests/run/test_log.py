@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from samples import sample, with_grade
+from samples import sample, sampled, with_grade
 
 import config
 from base.hf.tokenizer import Tokenizer
@@ -121,11 +121,9 @@ def test_samples_file_and_console(tmp_path, capsys):
 
 def test_logged_samples_of_training_have_their_tokens(tmp_path):
     """Three sampled tokens of two turns after an observation of one; of later samples of a step only the text."""
-    logps = np.array([-0.123456, 0.0, -2.5, -0.5], np.float32)
     mask = np.array([True, False, True, True])
-    ids = np.array([16, 17, 18, 257], np.int32)
-    turns = {"advantage": [0.5, -0.5], "turn_tokens": [1, 2]}
-    two_turns = replace(SAMPLES[1], output_ids=ids, sampler_logps=logps, mask=mask, **turns)
+    two_turns = sampled(1, 0, [17, 17], [16, 17, 18, 257], logp=[-0.123456, 0.0, -2.5, -0.5], mask=mask)
+    two_turns.advantage, two_turns.sequence.turn_tokens = [0.5, -0.5], [1, 2]
     cfg = config.LoggerConfig(num_samples_to_log=40, tensorboard_enabled=False)
     log = RunLog(tmp_path, cfg, first_step=1, num_steps=10)
     log.samples(3, "train", [two_turns, *SAMPLES * 10], Tokenizer(STARTER))

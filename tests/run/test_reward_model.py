@@ -154,7 +154,7 @@ def test_each_environment_of_a_batch_rewards_its_own(engine, one_rank, tiny, qwe
     ]
     scored = []
     for s in samples:
-        reply = tokenizer.decode(s.output_ids)
+        reply = tokenizer.decode(s.sequence.output_ids)
         if s.env_name == "reward_model":
             scored.append([*rows[s.prompt].messages, {"role": "assistant", "content": reply}])
             (alone,) = score(scored[-1:])

@@ -28,11 +28,11 @@ import replay
 from advantages import step_advantages
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
-from base.system.exchange import held_here, move_tokens
+from base.system.exchange import held_here, move_to_log, move_tokens
 from base.system.ranks import gather, start_process_group
 from metrics import sample_metrics, summarize
-from pack import make_minibatches, pack_samples
-from records import Problem, Sample, groups_of
+from pack import make_minibatches, pack_samples, rows_of
+from records import Problem, Sample, TokenSequence, groups_of, make_tokens
 from rollout import Sampler, sample_step
 from run import steps as steps_module
 
@@ -150,29 +150,36 @@ def hashes_of(minibatches):
                 if field.name == "layout":  # of cu_seqlens and prefix_S
                     continue
                 value = getattr(micro, field.name)
-                array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-                content.update(f"{field.name} {array.dtype} {array.shape}".encode())
-                content.update(array.tobytes() if value is not None else b"")
+                for part in value.values() if isinstance(value, dict) else [value]:
+                    array = part.numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+                    content.update(f"{field.name} {array.dtype} {array.shape}".encode())
+                    content.update(array.tobytes() if part is not None else b"")
             hashes.append(content.hexdigest())
     return hashes
 
 
 def pickled(samples):
     """The same samples with all tokens on all ranks, as objects, and numbers counted from the tokens."""
-    here = [replace(s, holder=None, num_output_tokens=0, num_mask_tokens=0) for s in held_here(samples)]
+    here = []
+    for s, is_held in zip(samples, held_here(s.sequence for s in samples), strict=True):
+        if is_held:
+            counted_anew = replace(s.sequence, holder=None, num_output_tokens=0, num_mask_tokens=0)
+            here.append(replace(s, sequences=[counted_anew]))
     return sorted((sample for share in gather(here) for sample in share), key=lambda s: (s.prompt, s.index))
 
 
 def answer_of(trained, generated, cfg, ranks):
     adv_B, metrics = step_advantages(trained, cfg.grpo, cfg.loss_fn)
     minibatches = make_minibatches(trained, adv_B, cfg, ranks, CPU)
-    names = "prompt_ids row_id index grade finish_reason weight_version num_tokens".split()
-    shown = trained[: cfg.logger.num_samples_to_log] if ranks.rank == 0 else []
+    names = "row_id index grade finish_reason oldest_version".split()
+    logged = trained[: cfg.logger.num_samples_to_log]
+    move_to_log(logged)
+    shown = logged if ranks.rank == 0 else []
     return {
         "packs": hashes_of(minibatches),
         "metrics": sample_metrics(generated, trained) | metrics,
         "adv": adv_B,
-        "shown": [[s.output_ids.tolist(), *(getattr(s, name) for name in names)] for s in shown],
+        "shown": [[s.sequence.token_ids, *(getattr(s, name) for name in names)] for s in shown],
         "validation": summarize(groups_of(generated)),
     }
 
@@ -264,21 +271,19 @@ def test_the_collectives_of_a_step_do_not_depend_on_ranks_or_samples(runs):
                 turns = 2 if case in ("two turns", "minibatches", "gdpo") else 1 + 2 * (case == "turn advantages")
                 verdicts = [name for name in answers["collectives"] if name == "broadcast_object_list"]
                 assert (len(verdicts) >= turns) if tp > 1 else not verdicts, case  # as results come
-                exchange = ["all_reduce", "all_gather_object", "all_to_all_single"]
+                exchange = ["all_reduce", "all_gather_object", "all_to_all_single", "all_to_all_single"]
                 assert answers["collectives"] == verdicts + exchange, case
 
 
 def test_who_packs_tokens_that_never_came_is_told():
-    none = np.zeros(0, np.int32)
-    sample = Sample(0, 0, 0, [5, 7], none, none, none, "stop", none, holder=3, num_output_tokens=2)
+    sample = Sample(0, 0, 0, [TokenSequence([5, 7], holder=3, num_output_tokens=2)])
     with pytest.raises(AssertionError, match="tokens of group 0 are not here"):
-        pack_samples([[sample]], 10)
+        pack_samples([rows_of([sample])], 10)
 
 
 def test_nothing_moves_where_all_ranks_have_all_tokens():
     """Without a process group, too."""
-    ids = np.zeros(2, np.int32)
-    move_tokens([[Sample(0, 0, 0, [5], ids, ids, ids == 0, "stop", ids)]])
+    move_tokens([[TokenSequence([5], make_tokens([0, 0]))]])
     move_tokens([])
 
 

@@ -98,20 +98,21 @@ def carried_turns(engine, tokenizer, ranks, policies):
     sampler.finish(first)
     engine.sync(full_tensors(policies[1], engine.dtype), 1)
     samples = sampler.finish(later)
-    move_tokens([samples, samples])
+    sequences = [s.sequence for s in samples]
+    move_tokens([sequences, sequences])
     gap = 0.0
     for s in samples:
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
+        ids = torch.tensor(s.sequence.token_ids)
         position_T = torch.arange(len(ids) - 1)
-        inputs = ids[:-1], position_T, layout_of(len(position_T)), position_T[-len(s.output_ids) :]
-        target_R = ids[-len(s.output_ids) :]
+        inputs = ids[:-1], position_T, layout_of(len(position_T)), position_T[-len(s.sequence.output_ids) :]
+        target_R = ids[-len(s.sequence.output_ids) :]
         with torch.no_grad():
             logps = [response_logps(policy, inputs, target_R, HEAD)[0].numpy() for policy in policies]
-        logp_R = np.stack(logps)[s.versions, np.arange(len(s.versions))]
-        gap = max(gap, float(np.abs(logp_R - s.sampler_logps)[s.mask].max()))
+        logp_R = np.stack(logps)[s.sequence.tokens["version"], np.arange(len(s.sequence.tokens["version"]))]
+        gap = max(gap, float(np.abs(logp_R - s.sequence.tokens["logp"])[s.sequence.tokens["mask"]].max()))
     return {
-        "ids": [s.output_ids.tolist() for s in samples],
-        "versions": [s.versions[s.mask].tolist() for s in samples],
+        "ids": [s.sequence.output_ids for s in samples],
+        "versions": [s.sequence.tokens["version"][s.sequence.tokens["mask"]].tolist() for s in samples],
         "turns": [s.num_turns for s in samples],
         "rewards": [s.grade.reward for s in samples],
         "gap": gap,
@@ -158,7 +159,7 @@ def facts_of_ranks(folder, work):
     engine = VLLMEngine(folder, policy.config, tokenizer, config.Config(policy=policy_cfg, grpo=grpo_cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
-    greedy = [completion.ids.tolist() for completion in completions]
+    greedy = [completion.ids for completion in completions]
     carried = carried_turns(engine, tokenizer, place, [policy, moved(mesh, folder)])
     return {
         "gradients": gradients,
@@ -208,12 +209,12 @@ def test_one_pack_equals_transformers_sequence_by_sequence_in_float64(policy, ti
     _, ours = train_once(policy, samples, adv_B, packs_of(10_000), one_rank[0])
     oracle = tiny[1].double()
     oracle.zero_grad()
-    num_tokens = sum(int(s.mask.sum()) for s in samples)
+    num_tokens = sum(int(s.sequence.tokens["mask"].sum()) for s in samples)
     for s, adv in zip(samples, adv_B, strict=True):  # ratio 1 on policy: the gradient of -A logp / N, by hand
-        ids = torch.tensor([*s.prompt_ids, *s.output_ids.tolist()])
-        logits_TV = oracle(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
-        logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-        (-adv * logp_T[torch.from_numpy(s.mask)].sum() / num_tokens).backward()
+        ids = torch.tensor(s.sequence.token_ids)
+        logits_TV = oracle(ids[None]).logits[0, len(s.sequence.prompt_ids) - 1 : -1, :VOCAB_SIZE] / 0.8
+        logp_T = logits_TV.log_softmax(-1).gather(1, ids[len(s.sequence.prompt_ids) :, None])[:, 0]
+        (-adv * logp_T[torch.from_numpy(s.sequence.tokens["mask"])].sum() / num_tokens).backward()
     expected = {name: param.grad.float() for name, param in oracle.named_parameters() if name != "lm_head.weight"}
     tiny[1].float().zero_grad(set_to_none=True)
     assert relative(ours, expected) <= 1e-5
@@ -261,7 +262,7 @@ def test_the_memory_plan_of_two_ranks_is_what_they_take(two_ranks):
 def test_engine_over_two_ranks_gives_the_tokens_of_one(engine, policy, two_ranks):
     engine.sync(full_tensors(policy, engine.dtype), 0)
     completions = engine.generate(PROMPTS, [0] * len(PROMPTS), SamplingOptions(0.0, 24))
-    single = [completion.ids.tolist() for completion in completions]
+    single = [completion.ids for completion in completions]
     assert two_ranks[0]["greedy"] == single and two_ranks[1]["greedy"] == single
     assert len({tuple(ids) for ids in single}) == len(PROMPTS)  # not one stuck answer
 

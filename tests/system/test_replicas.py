@@ -32,7 +32,7 @@ from gap import check_canary
 from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
-from records import Completion
+from records import Completion, make_tokens
 from run import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ class Sampling:
         pos_R, target_R = position_T[-len(new) :], ids[-len(new) :]
         inputs = (ids[:-1], position_T, layout_of(len(position_T)), pos_R)
         logp_R, _ = response_logps(self.model, inputs, target_R, HEAD)
-        return [Completion(new, logp_R.numpy() + self.error, "length", np.zeros_like(new))]
+        return [Completion(make_tokens(new, logp=logp_R.numpy() + self.error, mask=True), "length")]
 
 
 def canary(folder, mesh):

@@ -217,7 +217,7 @@ def test_tokens_of_a_dump(run, tmp_path, monkeypatch, num_logged):
                 masked += 1
                 assert gap is tokens["entropy"][i] is tokens["sampler"][i] is None
                 continue
-            logp, sampler_logp = arrays["logp_T"][start + i], arrays["sampler_logp_T"][start + i]
+            logp, sampler_logp = arrays["trainer_logp_T"][start + i], arrays["logp_T"][start + i]
             assert gap == pytest.approx(logp - sampler_logp, rel=6e-3)
             assert tokens["sampler"][i] == pytest.approx(sampler_logp, rel=6e-3)
             assert tokens["entropy"][i] == pytest.approx(arrays["entropy_T"][start + i], rel=6e-3)
@@ -367,7 +367,7 @@ def test_numbers_of_a_dump_reach_the_calls_of_an_agent(tmp_path):
     (folder / "samples.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(fork) + "\n")
     mask_T = np.array([1, 1, 0, 1, 1, 1, 1], bool)
     logp_T = np.where(mask_T, -np.arange(7), np.nan).astype(np.float32)
-    arrays = {"mask_T": mask_T, "logp_T": logp_T, "sampler_logp_T": logp_T - 0.5, "entropy_T": logp_T + 10}
+    arrays = {"mask_T": mask_T, "trainer_logp_T": logp_T, "logp_T": logp_T - 0.5, "entropy_T": logp_T + 10}
     arrays |= {"sample_S": np.array([0, 1]), "num_tokens_S": np.array([4, 3])}
     save_file(arrays, folder / "rank_000.safetensors")
     sample = report_samples.as_sample(logged)
