@@ -181,8 +181,8 @@ def test_a_conversation_has_the_same_ids_over_each_wire_and_is_one_row(endpoint,
     one, *others = sequences
     for other in others:
         assert other.token_ids == one.token_ids and len(other.prompt_ids) == len(one.prompt_ids)
-        assert (other.mask == one.mask).all() and (other.sampler_logps == one.sampler_logps).all()
-    assert one.mask.any() and not one.mask.all()
+        assert (other.tokens["mask"] == one.tokens["mask"]).all() and (other.tokens["logp"] == one.tokens["logp"]).all()
+    assert one.tokens["mask"].any() and not one.tokens["mask"].all()
     said = capfd.readouterr().out
     assert said.count(" tools=") == tools and said.count("NOTE") == tools
 

@@ -18,14 +18,14 @@ from base.check.rules import check_config
 from base.inputs.reader import load
 from base.system.exits import StopRun
 from config import ConfigError
-from records import Grade, Sample
+from records import Grade, Sample, TokenSequence
 
 CHI_SQUARE = 16.27  # with 3 degrees of freedom, one in a thousand exceeds it
 
 
 def group(row, outcomes, name="a", prompt=0):
     return [
-        Sample(prompt=prompt, index=k, row_id=row, prompt_ids=[], dataset=name, grade=Grade(0.0, outcome))
+        Sample(prompt, k, row, [TokenSequence([])], Grade(0.0, outcome), dataset=name)
         for k, outcome in enumerate(outcomes)
     ]
 
