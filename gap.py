@@ -11,8 +11,8 @@ tokens of the step (`check_versions`). With it, some tokens are older, and only 
 
 The gap is measured
 
-    in the loss            `loss_and_gap`: old_logp_R, or the first forward of the step, has these weights
-    before the loss        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
+    while training         `gap_of_pack`: old_logp_R, or the first forward of the step, has these weights
+    before training        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
     of a sequence          `mask_disagreements`, with grpo.seq_logprob_error_threshold: it is then not trained
 
@@ -31,8 +31,8 @@ from torch import Tensor
 from attention import PackLayout
 from base.system.exits import StopRun
 from config import Config, GRPOConfig
-from head import HeadOptions, PolicyLoss, response_logps
-from loss import Metrics, Sequences, extremes, policy_loss
+from head import HeadOptions, response_logps
+from loss import Metrics, Sequences, extremes
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
@@ -61,6 +61,32 @@ class Gap:
     @property
     def metrics(self) -> Numbers:
         return {"logp_gap_mean": self.mean, "logp_gap_max": self.largest}
+
+
+class StepGap:
+    """The gap of a step with one or more optimizer steps: the one that each is judged by, and the one that is reported.
+
+    measured_before: of the weights at the start of the step, where it was measured before training. Otherwise each
+    optimizer step measures it, and with old_logprobs=sampler the first one measures for all: the next would compare
+    with weights that have moved."""
+
+    def __init__(self, cfg: Config, measured_before: Gap | None):
+        self.first_is_for_all = cfg.loss_fn.old_logprobs == "sampler"
+        self.of_all = measured_before
+
+    def judged(self, numbers: Numbers) -> Gap:
+        """The gap of an optimizer step with these reduced metrics."""
+        if self.of_all:
+            return self.of_all
+        gap = Gap.of(numbers)
+        if self.first_is_for_all:
+            self.of_all = gap
+        return gap
+
+    @property
+    def metrics(self) -> Numbers:
+        """What is reported in place of the mean over optimizer steps; {} if that is right."""
+        return self.of_all.metrics if self.of_all else {}
 
 
 def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
@@ -112,30 +138,17 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
     return newest_R
 
 
-def loss_and_gap(
-    logp_R: Tensor,
-    *,
-    micro: MicroBatch,
-    newest_R: Tensor | None,
-    old_logp_R: Tensor | None,
-    with_metrics: bool = True,
-    policy_loss: PolicyLoss = policy_loss,
-    **loss_inputs,
-) -> tuple[Tensor, Metrics]:
-    """`loss.policy_loss`, plain or compiled, with the gap of the pack among its metrics. newest_R: of
-    `newest_tokens`."""
-    loss, metrics = policy_loss(logp_R, old_logp_R=old_logp_R, with_metrics=with_metrics, **loss_inputs)
-    if with_metrics:
-        with torch.no_grad():
-            logp_at_start_R = logp_R if old_logp_R is None else old_logp_R
-            kept_now_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
-            metrics |= _gap_sums(micro, logp_at_start_R, newest_R, kept_now_R)
-    return loss, metrics
+def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfig) -> Metrics:
+    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: of the forward that trains. Where there are
+    old_logp_R, these are measured: the weights may have moved since."""
+    logp_at_start_R = logp_R if micro.old_logp_R is None else micro.old_logp_R
+    kept_now_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
+    return _gap_sums(micro, logp_at_start_R, newest_tokens(micro, version, grpo), kept_now_R)
 
 
 def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOConfig) -> Gap | None:
     """The gap on the tokens of the newest weights, from log-probabilities at the start of the step (old_logp_R); 0 if
-    there are no such tokens. None where the loss measures it: without async_grpo, or without old_logp_R. A
+    there are no such tokens. None where training measures it: without async_grpo, or without old_logp_R. A
     collective."""
     if not grpo.async_grpo.max_age or micros[0].old_logp_R is None:
         return None

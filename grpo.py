@@ -47,14 +47,13 @@ from base.system.exits import Interrupted, StopRun, exit_process
 from base.system.optimizer import Optimizer
 from config import Config
 from gap import (
-    Gap,
+    StepGap,
     check_canary,
     check_versions,
     gap_before_training,
-    loss_and_gap,
+    gap_of_pack,
     mask_disagreements,
     needs_old_logps,
-    newest_tokens,
 )
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
@@ -93,10 +92,9 @@ def train(run: start.Run) -> None:
 
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
-            update_metrics = update(
+            update_metrics, state.num_bad_steps = update(
                 model, run.head_options, optimizer, minibatches, gap, state.num_bad_steps, cfg, step
             )
-            state.num_bad_steps = int(update_metrics["num_bad_steps"])
             if run.reference:
                 run.reference.follow(model, cfg.grpo, step)
 
@@ -124,10 +122,10 @@ def compute_logprobs(
     minibatches: list[Minibatch],
     cfg: Config,
     step: int,
-) -> tuple[Gap | None, Numbers]:
+) -> tuple[StepGap, Numbers]:
     """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
-    needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, unless the loss is
-    to measure it, and the metrics of `mask_disagreements`."""
+    needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, as far as it is
+    known, and the metrics of `mask_disagreements`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         with model.gathered_once():
@@ -140,11 +138,11 @@ def compute_logprobs(
                 unfiltered = head_options.unfiltered
                 micro.ref_logp_R, _ = response_logps(scorer, micro.model_inputs, micro.target_R, unfiltered)
     newest_version = step - 1
-    gap = gap_before_training(micros, newest_version, cfg.grpo)
+    gap = StepGap(cfg, gap_before_training(micros, newest_version, cfg.grpo))
     sums: Metrics = {}
     if cfg.grpo.seq_logprob_error_threshold is not None:
         sums = mask_disagreements(micros, cfg.grpo.seq_logprob_error_threshold)
-    finish_minibatches(minibatches, head_options.path, newest_version)
+    finish_minibatches(minibatches, head_options.loss.path, newest_version)
     return gap, derived_metrics(reduce_over_ranks(sums))
 
 
@@ -153,37 +151,31 @@ def update(
     head_options: HeadOptions,
     optimizer: Optimizer,
     minibatches: list[Minibatch],
-    gap_at_start: Gap | None,
+    gap: StepGap,
     num_bad_steps: int,
     cfg: Config,
     step: int,
-) -> Numbers:
+) -> tuple[Numbers, int]:
     """The optimizer part of a step: one optimizer step for each minibatch, in each epoch. Returns its metrics, equal on
-    all ranks. A collective.
-
-    gap_at_start: of the weights at the start of the step, where it was measured before. num_bad_steps: the bad ones in
-    a row before this step. Raises StopRun where `judge_step` does."""
+    all ranks, and num_bad_steps: how many bad ones there are in a row, which before this step were `num_bad_steps`. A
+    collective. Raises StopRun where `judge_step` does."""
     step_sums: Metrics = {}
     for minibatch in minibatches * cfg.policy.ppo_epochs:
         sums = compute_gradients(model, head_options, minibatch, cfg)
         numbers = reduce_over_ranks(sums)
-        gap = gap_at_start or Gap.of(numbers)
-        if cfg.loss_fn.old_logprobs == "sampler":
-            gap_at_start = gap  # the next optimizer step would measure it with weights that have moved
         grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-        is_sound, num_bad_steps = judge_step(numbers, gap, grad_norm, num_bad_steps, cfg.grpo, step)
+        is_sound, num_bad_steps = judge_step(numbers, gap.judged(numbers), grad_norm, num_bad_steps, cfg.grpo, step)
         if is_sound:
             optimizer.step()
         # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
         optimizer.zero_grad(set_to_none=True)
         accumulate(step_sums, sums)
     metrics = training_metrics(step_sums, minibatches, cfg.policy.ppo_epochs)
-    if gap_at_start:
-        metrics |= gap_at_start.metrics
+    metrics |= gap.metrics
     metrics["grad_norm"] = grad_norm
     metrics["lr"] = optimizer.param_groups[0]["lr"]
     metrics["num_bad_steps"] = num_bad_steps
-    return metrics
+    return metrics, num_bad_steps
 
 
 def compute_gradients(model: Decoder, head_options: HeadOptions, minibatch: Minibatch, cfg: Config) -> Metrics:
@@ -206,11 +198,8 @@ def compute_loss(
     def count(number: float) -> Tensor:
         return torch.full((), number, device=micro.adv_R.device)
 
-    loss_of = partial(  # the output layer adds logp_R and entropy_R
-        loss_and_gap,
-        micro=micro,
-        newest_R=newest_tokens(micro, minibatch.version, cfg.grpo),
-        policy_loss=head_options.policy_loss,
+    loss_of = partial(  # loss.policy_loss; the output layer adds logp_R and entropy_R
+        head_options.loss.call,
         old_logp_R=micro.old_logp_R,
         sampler_logp_R=micro.sampler_logp_R,
         adv_R=micro.adv_R,
@@ -226,7 +215,7 @@ def compute_loss(
     )
 
     # Runs in the model's forward, where the output layer's weight is whole. head.py says why the loss is called there.
-    def head(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Metrics]:
+    def head(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Metrics, Tensor]:
         return linear_loss(
             hidden_RD,
             weight_VD,
@@ -237,7 +226,9 @@ def compute_loss(
             needs_unfiltered=micro.ref_logp_R is not None,
         )
 
-    return model(*micro.model_inputs, head)
+    loss, metrics, logp_R = model(*micro.model_inputs, head)
+    metrics |= gap_of_pack(micro, logp_R, minibatch.version, cfg.grpo)
+    return loss, metrics
 
 
 def train_or_generate(job: start.Job) -> str:

@@ -76,6 +76,18 @@ class LossPath:
 
 
 @dataclass(frozen=True, slots=True)
+class LossOptions:
+    """The loss of a run, and how its gradient is computed. call, kernels: of `compiled_loss`."""
+
+    call: PolicyLoss = policy_loss
+    kernels: str = "eager"
+    path: LossPath = LossPath()
+
+    def describe(self) -> str:
+        return f"{self.path.describe()}, {self.kernels}"
+
+
+@dataclass(frozen=True, slots=True)
 class HeadOptions:
     """What a run computes from the logits, and how: constants of the run. temperature, vocab and sampling_filter match
     the sampler.
@@ -84,17 +96,15 @@ class HeadOptions:
     sampling_filter: the softmax is over the logits that it keeps; None keeps all.
     backend: None is Triton on CUDA, PyTorch elsewhere.
     softcap: the cap of the model's logits; None: it has none.
-    policy_loss, loss_kernels: of `compiled_loss`.
+    loss: what is made of the log-probabilities.
     """
 
     temperature: float = 1.0
     vocab: int | None = None
     sampling_filter: SamplingFilter | None = None
     backend: KernelBackend | None = None
-    path: LossPath = LossPath()
     softcap: float | None = None
-    policy_loss: PolicyLoss = policy_loss
-    loss_kernels: str = "eager"
+    loss: LossOptions = LossOptions()
 
     @property
     def unfiltered(self) -> "HeadOptions":
@@ -103,7 +113,7 @@ class HeadOptions:
     def describe(self, num_columns: int) -> str:
         """For the log. num_columns: rows of the output layer's weight."""
         assert self.backend is not None
-        return f"{self.backend.describe(num_columns)}; {self.path.describe()}, {self.loss_kernels}"
+        return f"{self.backend.describe(num_columns)}; {self.loss.describe()}"
 
 
 class LossOfLogps(Protocol):
@@ -157,8 +167,9 @@ def linear_loss(
     *,
     num_grad_rows: int,
     needs_unfiltered: bool = False,
-) -> tuple[Tensor, Metrics]:
-    """(loss, metrics and `DEVIATION`) of loss_of, on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature).
+) -> tuple[Tensor, Metrics, Tensor]:
+    """(loss, metrics and `DEVIATION`) of loss_of, on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature); and
+    these log-probabilities, [R], without a gradient.
 
     hidden_RD, weight_VD, target_R, precision: as `linear_logp`; differentiable once in the first two.
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
@@ -171,7 +182,7 @@ def linear_loss(
     assert 0 <= num_grad_rows <= len(hidden_RD), (num_grad_rows, hidden_RD.shape)
     needs_both = needs_unfiltered and options.sampling_filter is not None
     needs_grad = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
-    if options.path.kind == "one pass" and needs_grad:
+    if options.loss.path.kind == "one pass" and needs_grad:
         assert not needs_both, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
     logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
@@ -180,11 +191,11 @@ def linear_loss(
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
     loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=True)
     metrics[DEVIATION] = loss.new_zeros(())
-    return loss, metrics
+    return loss, metrics, logp_R.detach()
 
 
 class _OnePass(torch.autograd.Function):
-    """Forward computes (loss, metrics) and both gradients; backward scales the gradients."""
+    """Forward computes (loss, metrics, logp_R) and both gradients; backward scales the gradients."""
 
     @staticmethod
     def forward(ctx, hidden_RD, weight_VD, target_R, num_grad_rows, loss_of, options):
@@ -216,29 +227,30 @@ class _OnePass(torch.autograd.Function):
             options.sampling_filter,
             options.softcap,
         )
-        # The call after the last chunk has the statistics of all rows: its derivatives are the true ones of each row.
-        found = None
         for chunk in chunks:
             rows = chunk.rows
             stats_KR[:, rows] = chunk.logp_and_entropy()
-            is_last = rows.stop == num_grad_rows
-            found = derivatives(loss_of, stats_KR, with_metrics=is_last)
-            used_KR[:, rows] = found.slopes_KR[:, rows]
-            slope_of_logp_C, slope_of_entropy_C = found.slopes_KR[:, rows]
-            dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if found.uses_entropy else None)
+            known = derivatives(loss_of, stats_KR, with_metrics=False)
+            used_KR[:, rows] = known.slopes_KR[:, rows]
+            slope_of_logp_C, slope_of_entropy_C = known.slopes_KR[:, rows]
+            dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if known.uses_entropy else None)
             is_first = rows.start == 0
             write_gradients(dz_CV, rows, hidden_RD, weight_VD, grad_hidden_RD, grad_weight_VD, accumulate=not is_first)
-        if found is None:
-            found = derivatives(loss_of, stats_KR, with_metrics=True)
+        # Now the statistics of all rows are there: these derivatives are the true ones of each row.
+        true = derivatives(loss_of, stats_KR, with_metrics=True)
 
         ctx.save_for_backward(grad_hidden_RD, grad_weight_VD)
         ctx.dtype = hidden_RD.dtype
-        found.metrics[DEVIATION] = torch.maximum(*map(_deviation, used_KR, found.slopes_KR))
-        return found.loss, found.metrics
+        deviation_of_logp = _deviation(used_KR[0], true.slopes_KR[0])
+        deviation_of_entropy = _deviation(used_KR[1], true.slopes_KR[1])
+        true.metrics[DEVIATION] = torch.maximum(deviation_of_logp, deviation_of_entropy)
+        logp_R = stats_KR[0]
+        ctx.mark_non_differentiable(logp_R)
+        return true.loss, true.metrics, logp_R
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss, _):
+    def backward(ctx, grad_loss, *_):
         scale = grad_loss.view(1, 1)  # with a 0-dim tensor torch would compute in the 16 bits of the gradient
         grads = []
         for grad in ctx.saved_tensors:
@@ -295,7 +307,9 @@ def compiled_loss(
         except Exception as error:  # of the compiler, of whatever kind: the line above has called the loss itself
             reason = str(error).strip().splitlines() or [""]
             return policy_loss, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
-        deviation = float(torch.maximum(*map(_deviation, found.slopes_KR, expected.slopes_KR)))
+        deviation_of_logp = _deviation(found.slopes_KR[0], expected.slopes_KR[0])
+        deviation_of_entropy = _deviation(found.slopes_KR[1], expected.slopes_KR[1])
+        deviation = float(torch.maximum(deviation_of_logp, deviation_of_entropy))
         if not deviation <= MAX_DEVIATION:
             return policy_loss, f"eager, as its compiled derivatives differ by {deviation:.1g} of their size"
 

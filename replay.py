@@ -85,7 +85,8 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
     gap, mask_metrics = compute_logprobs(model, head_options, reference, minibatches, cfg, step)
     set_learning_rate(optimizer, cfg.policy.scheduler, step, num_steps_of(cfg, inputs.train.num_problems))
     metrics |= mask_metrics
-    metrics |= update(model, head_options, optimizer, minibatches, gap, num_bad_steps, cfg, step)
+    update_metrics, _ = update(model, head_options, optimizer, minibatches, gap, num_bad_steps, cfg, step)
+    metrics |= update_metrics
     return Replayed(step, metrics, model, optimizer)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import peers
 from config import LossConfig
-from head import HeadOptions, LossPath, PolicyLoss, linear_loss
+from head import HeadOptions, LossOptions, LossPath, PolicyLoss, linear_loss
 from kernels import linear_logp
 from kernels.backend import KernelBackend
 from kernels.reference import reference_gradients, reference_logp
@@ -116,8 +116,8 @@ def ours(backend: KernelBackend, policy_loss: PolicyLoss = policy_loss) -> Calla
         pack = {"old_logp_R": x.old_N, "sampler_logp_R": x.old_N, "adv_R": x.adv_N, "mask_R": torch.ones_like(x.old_N)}
         pack |= {"seq_R": seq_N, "num_valid_tokens": count, "num_valid_seqs": count, "cfg": LossConfig()}
         loss_of = partial(recording_loss, **pack)
-        options = HeadOptions(vocab=x.vocab, backend=backend, path=path)
-        loss, _ = linear_loss(x.hidden_ND, x.weight_VD, x.target_N, loss_of, options, num_grad_rows=num_rows)
+        options = HeadOptions(vocab=x.vocab, backend=backend, loss=LossOptions(path=path))
+        loss, *_ = linear_loss(x.hidden_ND, x.weight_VD, x.target_N, loss_of, options, num_grad_rows=num_rows)
         return loss, *seen
 
     return forward

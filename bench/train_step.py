@@ -45,7 +45,7 @@ from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
 from config import Config
-from head import HeadOptions, LossPath, compiled_loss
+from head import HeadOptions, LossOptions, LossPath, compiled_loss
 from kernels.backend import choose_backend
 from loss import policy_loss
 from model import Decoder, shard
@@ -94,7 +94,7 @@ def head_of(way: str, model: Decoder, device: torch.device, pack_tokens: int = 8
     return HeadOptions(
         vocab=TOKENIZER[model.config.vocab_size],
         backend=choose_backend(backend, device.type, None, pack_tokens),
-        path=LossPath(kind, zero_adv_has_grad=False),
+        loss=LossOptions(path=LossPath(kind, zero_adv_has_grad=False)),
     )
 
 

@@ -31,7 +31,7 @@ from base.system.watchdog import Watchdog
 from config import Config, ConfigError, GenerationConfig
 from engine import VLLMEngine, reply_parsers
 from gap import needs_old_logps
-from head import HeadOptions, LossPath, choose_loss_path, compiled_loss
+from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_loss
 from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
@@ -274,19 +274,18 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
     if policy.kernel_backend == "triton" and device.type != "cuda":
         raise ConfigError("policy.kernel_backend=triton needs CUDA: set it to auto or torch")
     pack_rows = policy.pack_tokens(device.type)
-    loss, loss_kernels = policy_loss, "eager"
+    loss = LossOptions(path=loss_path_of(cfg))
     if compiles(policy.compile, device.type):
         has_ref = cfg.loss_fn.reference_policy_kl_penalty > 0
-        loss, loss_kernels = compiled_loss(policy_loss, cfg.loss_fn, device, needs_old_logps(cfg), has_ref)
+        call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, needs_old_logps(cfg), has_ref)
+        loss = replace(loss, call=call, kernels=kernels)
     return HeadOptions(
         temperature=policy.generation.temperature,
         vocab=inputs.tokenizer.vocab_size,
         sampling_filter=sampling_filter_of(policy.generation),
         backend=choose_backend(policy.kernel_backend, device.type, policy.logprob_chunk_size, pack_rows),
-        path=loss_path_of(cfg),
         softcap=inputs.model_config.softcap,
-        policy_loss=loss,
-        loss_kernels=loss_kernels,
+        loss=loss,
     )
 
 

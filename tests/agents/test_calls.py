@@ -25,7 +25,7 @@ from base.inputs.reader import load
 from base.system.ranks import Ranks
 from config import AgentConfig, ChatServerConfig, ConfigError, SequencePackingConfig
 from grpo import compute_loss
-from head import HeadOptions, LossPath
+from head import HeadOptions, LossOptions, LossPath
 from judges import worker
 from judges.pool import Graded
 from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
@@ -333,12 +333,12 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
             micro.mask_R = micro.target_R != 5
         counts.append(count_trained(rows_on_host(minibatch.micros), minibatch.num_samples))
     monkeypatch.setattr(dist, "all_reduce", lambda total: total.copy_(torch.from_numpy(sum(counts)[None])))
-    options = HeadOptions(path=LossPath(passes))
+    options = HeadOptions(loss=LossOptions(path=LossPath(passes)))
     exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
     weight_VD = torch.cat(ours).T
     total = 0.0
     for minibatch in of_ranks:
-        finish_minibatches([minibatch], options.path, 0)
+        finish_minibatches([minibatch], options.loss.path, 0)
         assert (minibatch.num_tokens, minibatch.num_trained_samples) == (num_tokens, len(expected))
         for micro in minibatch.micros:
             micro.adv_R = torch.tensor([exact[adv] for adv in micro.adv_R.tolist()])

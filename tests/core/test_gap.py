@@ -1,7 +1,8 @@
 """gap.py: which tokens are measured, what their gap is, and what the limit says. The canary: test_engine.py."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from loss_cases import golden_batch, reduced
 
 import config
 from base.system.ranks import Ranks
-from gap import Gap, gap_before_training, gap_problem, loss_and_gap, newest_tokens, seq_logp_error_mask
+from gap import Gap, gap_before_training, gap_of_pack, gap_problem, newest_tokens, seq_logp_error_mask
 from metrics import derived_metrics
 from pack import make_minibatches
 
@@ -19,20 +20,14 @@ ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 KEPT_CACHE = replace(ASYNC, async_grpo=replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False))
 
 
-@dataclass
-class Pack:
-    """What the gap reads of a micro-batch."""
-
-    sampler_logp_R: torch.Tensor
-    mask_R: torch.Tensor
-
-
 def gap_of_golden_batch(newest_R=None, **changed):
     """The reduced gap of the worked example: |sampler - old| is .1, .1, 0, 0, .3; the sixth token is masked."""
     batch = golden_batch() | changed
-    pack = Pack(batch["sampler_logp_R"], batch["mask_R"] != 0)
-    _, metrics = loss_and_gap(**batch, micro=pack, newest_R=newest_R, cfg=config.LossConfig())
-    return Gap.of(reduced(metrics))
+    names = ("sampler_logp_R", "old_logp_R", "adv_R", "seq_R")
+    pack = SimpleNamespace(mask_R=batch["mask_R"] != 0, **{name: batch[name] for name in names})
+    ages = config.AsyncGRPOConfig(enabled=newest_R is not None, max_trajectory_age_steps=1)
+    pack.version_R = torch.full_like(pack.seq_R, 7) if newest_R is None else 6 + newest_R.int()
+    return Gap.of(reduced(gap_of_pack(pack, batch["logp_R"].detach(), 7, config.GRPOConfig(async_grpo=ages))))
 
 
 def test_the_gap_is_over_the_trained_tokens():

@@ -18,7 +18,7 @@ from loss_cases import MODES, WEIGHTS, allowed
 import head
 import loss as original
 from config import ConfigError, LossConfig
-from head import DEVIATION, HeadOptions, choose_loss_path, linear_loss, one_pass_problem
+from head import DEVIATION, HeadOptions, LossOptions, choose_loss_path, linear_loss, one_pass_problem
 from kernels import sizes
 from kernels.backend import KernelBackend
 from kernels.reference import reference_gradients
@@ -96,9 +96,9 @@ def train(policy_loss, path, backend, hidden_RD, weight_VD, target_R, pack):
     order_R = moved_R.logical_not().argsort(stable=True)
     pack = {name: x[order_R] if torch.is_tensor(x) else x for name, x in pack.items()}
     hidden_RD, weight_VD = hidden_RD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-    options = HeadOptions(0.7, backend=backend, path=path)
+    options = HeadOptions(0.7, backend=backend, loss=LossOptions(path=path))
     inputs = (hidden_RD[order_R], weight_VD, target_R[order_R], partial(policy_loss, **pack), options)
-    loss, metrics = linear_loss(*inputs, num_grad_rows=int(moved_R.sum()))
+    loss, metrics, _ = linear_loss(*inputs, num_grad_rows=int(moved_R.sum()))
     loss.backward()
     return (hidden_RD.grad, weight_VD.grad), metrics
 

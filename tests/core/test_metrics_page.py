@@ -19,7 +19,8 @@ import grpo
 from advantages import advantage_metrics
 from base.agents.metrics import agent_metrics
 from config import Config, GRPOConfig, LossConfig
-from gap import loss_and_gap, seq_logp_error_mask
+from gap import gap_of_pack, seq_logp_error_mask
+from loss import policy_loss
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics, summarize
 from run import memory
 from run.speed import PEAK_TFLOPS
@@ -126,8 +127,9 @@ def of_tokens():
     names |= {"reference_policy_kl_penalty": 0.01, "seq_logprob_error_threshold": THRESHOLD}
     names["by_seq"] = lambda x: np.array([x[seq == number].mean() for number in np.unique(seq)])
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
-    pack = SimpleNamespace(mask_R=batch["mask_R"] != 0, sampler_logp_R=batch["sampler_logp_R"])
-    _, metrics = loss_and_gap(**batch | counts, micro=pack, newest_R=None, cfg=LOSS)
+    _, metrics = policy_loss(**batch | counts, cfg=LOSS)
+    pack = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0})
+    metrics |= gap_of_pack(pack, batch["logp_R"], 0, GRPOConfig())
     options = {"old_logp_R": batch["old_logp_R"], "sampler_logp_R": batch["sampler_logp_R"], "seq_R": batch["seq_R"]}
     _, masked = seq_logp_error_mask(batch["mask_R"], **options, threshold=THRESHOLD, correct_R=batch["mask_R"])
     total = {}

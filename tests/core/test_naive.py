@@ -16,6 +16,7 @@ from samples import sampled
 import config
 import grpo
 from examples import naive
+from head import HeadOptions, LossOptions
 from model import load_policy
 from pack import finish_minibatches, make_minibatches
 from run.start import loss_path_of
@@ -65,9 +66,9 @@ def test_its_gradient_is_the_programs(one_rank):
     cfg = replace(cfg, policy=replace(cfg.policy, generation=config.GenerationConfig(max_new_tokens=8)))
     assert cfg.loss_fn == naive.LOSS
     model = load_policy(STARTER, device=device, mesh=mesh)
-    head_options = grpo.HeadOptions(path=loss_path_of(cfg))
+    head_options = HeadOptions(loss=LossOptions(path=loss_path_of(cfg)))
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
-    finish_minibatches(minibatches, head_options.path, 0)
+    finish_minibatches(minibatches, head_options.loss.path, 0)
     (minibatch,) = minibatches
     assert len(minibatch.micros) > 2
     grpo.compute_gradients(model, head_options, minibatch, cfg)

@@ -7,7 +7,7 @@ import torch
 
 from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_part, heads, make_inputs, oracle, ours, parts_of
 from config import LossConfig
-from head import HeadOptions, LossPath, linear_loss
+from head import HeadOptions, LossOptions, LossPath, linear_loss
 from kernels import linear_logp
 from kernels.backend import KernelBackend
 from loss import policy_loss
@@ -100,8 +100,8 @@ def test_every_term_of_the_loss_in_one_pass_and_in_two(place, check, relative_er
         weight_VD = x.weight_VD.detach().to(dtype).requires_grad_()
         wide = torch.promote_types(dtype, torch.float32)
         loss_of = partial(policy_loss, **{name: y.to(wide) for name, y in tensors.items()}, **pack, cfg=EVERY_TERM)
-        options = HeadOptions(1.3, backend=KernelBackend(place.backend, 1024), path=LossPath(kind))
-        loss, _ = linear_loss(hidden_ND, weight_VD, x.target_N, loss_of, options, num_grad_rows=num_trained)
+        options = HeadOptions(1.3, backend=KernelBackend(place.backend, 1024), loss=LossOptions(path=LossPath(kind)))
+        loss, *_ = linear_loss(hidden_ND, weight_VD, x.target_N, loss_of, options, num_grad_rows=num_trained)
         return loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))
 
     exact_loss, exact_ND, exact_VD = gradients("one pass", torch.float64)

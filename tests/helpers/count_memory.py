@@ -35,7 +35,7 @@ from config import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from head import HeadOptions, LossPath, response_logps
+from head import HeadOptions, LossOptions, LossPath, response_logps
 from kernels import row_kernels
 from kernels.backend import KernelBackend
 from lora import add_adapters
@@ -147,7 +147,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
     model.model.init_buffers(device)
     for param in model.parameters():
         param.detach().to_local().normal_(0, 0.02)
-    head_options = HeadOptions(backend=KernelBackend("triton"), path=LossPath("one pass"))
+    head_options = HeadOptions(backend=KernelBackend("triton"), loss=LossOptions(path=LossPath("one pass")))
     model.defers_sync |= policy.dtensor_cfg.defer_fsdp_grad_sync
     optimizer = build_optimizer(model, policy.optimizer, offloads=policy.offload_optimizer_for_logprob)
 

@@ -16,7 +16,7 @@ from tiny import VOCAB_SIZE
 import grpo
 from base.system.ranks import Ranks
 from config import Config
-from head import HeadOptions
+from head import HeadOptions, LossOptions
 from model import Decoder, Reference
 from records import Sample
 from rollout import StepSamples
@@ -45,7 +45,9 @@ class KeepsGradients:
 def head_of(cfg: Config, vocab: int | None = VOCAB_SIZE) -> HeadOptions:
     """As `start.build_head`, for the tiny folder's tokenizer; None: all rows of the weight are ids."""
     generation = cfg.policy.generation
-    return HeadOptions(generation.temperature, vocab, sampling_filter_of(generation), path=loss_path_of(cfg))
+    return HeadOptions(
+        generation.temperature, vocab, sampling_filter_of(generation), loss=LossOptions(path=loss_path_of(cfg))
+    )
 
 
 def make_run(
@@ -67,7 +69,7 @@ def make_run(
     return Run(
         cfg=cfg,
         inputs=SimpleNamespace(
-            train=SimpleNamespace(num_problems=10**9, record=lambda cursor, metrics: cursor), validation={}
+            train=SimpleNamespace(num_problems=10**9, record=lambda cursor, *_: cursor), validation={}
         ),
         ranks=ranks,
         device=CPU,

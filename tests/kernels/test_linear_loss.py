@@ -15,7 +15,7 @@ from loss_cases import WEIGHTS as ALL_WEIGHTS
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import LossConfig
-from head import DEVIATION, HeadOptions, LossPath, linear_loss, one_pass_problem
+from head import DEVIATION, HeadOptions, LossOptions, LossPath, linear_loss, one_pass_problem
 from kernels import linear_logp, sizes
 from kernels.backend import KernelBackend
 from kernels.reference import reference_gradients, reference_logp
@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def path_of(kind, backend):
-    return HeadOptions(backend=backend, path=LossPath(kind))
+    return HeadOptions(backend=backend, loss=LossOptions(path=LossPath(kind)))
 
 
 TORCH = path_of("one pass", KernelBackend("torch"))
@@ -132,7 +132,9 @@ class Case:
         num_grad_rows = self.R if num_grad_rows is None else num_grad_rows
         options = replace(path, **{"temperature": self.temperature} | changed)
         result = linear_loss(hidden, weight, self.target, loss_of, options, num_grad_rows=num_grad_rows)
-        return *result, *seen
+        loss, metrics, logp_R = result
+        assert torch.equal(logp_R, seen[0]) and not logp_R.requires_grad
+        return loss, metrics, *seen
 
     def ours(self, cfg, path, has_old=True, num_grad_rows=None, scale=1.0, **changed):
         hidden, weight = (x.detach().requires_grad_() for x in (self.hidden, self.weight))
@@ -338,17 +340,17 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path, coupled):
         monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, rows * 37)
         sized = replace(path, backend=KernelBackend(path.backend.name, rows), temperature=0.7)
         hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
-        loss, metrics = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=35)
+        loss, metrics, _ = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=35)
         loss.backward()
         errors = [
             (x.double() - y).norm() / y.norm() for x, y in ((hidden.grad, want_hidden), (weight.grad, want_weight))
         ]
         assert (max(errors) <= 1e-5) == holds and (one_pass_problem(metrics[DEVIATION].item()) is None) == holds
-    _, metrics = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=7)
+    _, metrics, _ = linear_loss(hidden, weight, case.target, coupled_loss, sized, num_grad_rows=7)
     assert "trains tokens without advantage" in one_pass_problem(metrics[DEVIATION].item())
 
 
-@pytest.mark.parametrize("num_grad_rows, num_calls", [(35, 3), (16, 1), (0, 1)])
+@pytest.mark.parametrize("num_grad_rows, num_calls", [(35, 4), (16, 2), (0, 1)])
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
 def test_metrics_are_computed_once_a_pack(monkeypatch, path, num_grad_rows, num_calls):
     """In the call after the last chunk, of 16 rows each, which knows all rows; without chunks in the only call."""
@@ -361,7 +363,7 @@ def test_metrics_are_computed_once_a_pack(monkeypatch, path, num_grad_rows, num_
         return logp_R.sum(), {"loss": logp_R.detach().sum()} if with_metrics else {}
 
     hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
-    loss, metrics = linear_loss(hidden, weight, case.target, loss_of, path, num_grad_rows=num_grad_rows)
+    loss, metrics, _ = linear_loss(hidden, weight, case.target, loss_of, path, num_grad_rows=num_grad_rows)
     assert [with_metrics for with_metrics, _ in calls] == [False] * (num_calls - 1) + [True]
     assert calls[-1][1] == 35 and metrics["loss"] == loss
 

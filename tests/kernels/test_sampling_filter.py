@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from config import LossConfig
-from head import DEVIATION, HeadOptions, LossPath, linear_loss
+from head import DEVIATION, HeadOptions, LossOptions, LossPath, linear_loss
 from kernels import linear_logp, sizes
 from kernels.backend import KernelBackend
 from kernels.filter import SamplingFilter
@@ -182,9 +182,9 @@ def run_loss(cfg, backend, kind, sampling_filter, ref):
     pack = {"old_logp_R": None, "sampler_logp_R": sampler_R, "adv_R": sampler_R + 2, "mask_R": mask_R, "cfg": cfg}
     pack |= {"seq_R": seq_R, "ref_logp_R": sampler_R - 0.5 if ref else None, "positive_R": seq_R % 2}
     pack |= {"num_valid_tokens": 19, "num_valid_seqs": 5, "num_positive_tokens": 8}
-    options = HeadOptions(0.7, VOCAB, sampling_filter, backend, LossPath(kind))
+    options = HeadOptions(0.7, VOCAB, sampling_filter, backend, loss=LossOptions(path=LossPath(kind)))
     rows = {"num_grad_rows": ROWS - 3 if kind == "one pass" else ROWS, "needs_unfiltered": ref}
-    loss, metrics = linear_loss(hidden_RD, weight_VD, target_R, partial(policy_loss, **pack), options, **rows)
+    loss, metrics, _ = linear_loss(hidden_RD, weight_VD, target_R, partial(policy_loss, **pack), options, **rows)
     return loss, metrics, torch.autograd.grad(loss, (hidden_RD, weight_VD)), pack
 
 

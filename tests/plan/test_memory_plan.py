@@ -223,7 +223,7 @@ def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
     options = HeadOptions(1.0, 151_665, sampling_filter, KernelBackend("triton", chunk), LossPath(kind))
     rows = {"num_grad_rows": 8192, "needs_unfiltered": needs_unfiltered}
     with LiveBytes() as live:
-        loss, _ = linear_loss(hidden_RD, weight_VD, target_R, loss_of, options, **rows)
+        loss, *_ = linear_loss(hidden_RD, weight_VD, target_R, loss_of, options, **rows)
         torch.autograd.grad(loss, (hidden_RD, weight_VD))
     named = ("the head", "logits and gradient of the head")
     (planned,) = (row.size for row in plan.train(keeps=False) if row[1:3] == named)

@@ -15,7 +15,7 @@ import config
 import grpo
 from attention import PackLayout
 from base.hf.model_config import ModelConfig
-from head import HeadOptions
+from head import HeadOptions, LossOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
 from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
@@ -47,9 +47,9 @@ def batch_of(model, ranks, share_prefix, kind="one pass"):
     cfg = settings(
         policy={"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=share_prefix)}
     )
-    head_options = HeadOptions(path=replace(loss_path_of(cfg), kind=kind))
+    head_options = HeadOptions(loss=LossOptions(path=replace(loss_path_of(cfg), kind=kind)))
     (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks, CPU)
-    finish_minibatches([minibatch], head_options.path, 0)
+    finish_minibatches([minibatch], head_options.loss.path, 0)
     return head_options, minibatch, cfg
 
 
