@@ -475,7 +475,7 @@ class PolicyConfig(Section):
 
     def pack_tokens(self, device_type: str) -> int:
         """train_mb_tokens, or what its null means on "cpu", and at least on "cuda": at the start of a run
-        run.start.with_pack_tokens sets the number there."""
+        run.job.with_pack_tokens sets the number there."""
         default = 8192 if device_type == "cuda" else 2048
         return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 

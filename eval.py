@@ -15,10 +15,10 @@ from base.system.exits import die_with_parent
 if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are imported, which takes a while
     die_with_parent()
 
-from base.check.preflight import ALL_RANKS_GENERATE
+from base.check.command_line import ALL_RANKS_GENERATE
 from base.system.disk import keep_console
 from base.system.exits import exit_process
-from run.start import run_rank
+from run.job import run_rank
 from run.validation import evaluate
 
 USAGE = (

@@ -18,7 +18,6 @@ import os
 import sys
 from functools import partial
 
-from base.check import preflight
 from base.system.disk import keep_console
 from base.system.exits import die_with_parent
 
@@ -30,6 +29,8 @@ USAGE = (
 if __name__ == "__main__":
     keep_console()
     if len(sys.argv) == 1 or {"--check", "--help", "-h"} & set(sys.argv):  # before torch and vllm are imported
+        from base.check import preflight
+
         sys.exit(preflight.answer(sys.argv[1:], USAGE))
 
 if "RANK" in os.environ and __name__ == "__main__":
@@ -62,14 +63,15 @@ from model import Decoder, Reference
 from optim import clip_grad_norm, judge_step, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
-from run import dump, start, steps
+from run import dump, steps
+from run.job import Job, Run, generate, run_rank, set_up
 from run.validation import validate
 
 gc.enable()
 gc.freeze()
 
 
-def train(run: start.Run) -> None:
+def train(run: Run) -> None:
     """GRPO (Shao et al. 2024), step by step. Every rank runs this code; samples, advantages and metrics cover all
     ranks. Raises StopRun when a check of the run fails, Interrupted when a signal asks the run to stop."""
     cfg, state, timer = run.cfg, run.state, run.timer
@@ -231,11 +233,11 @@ def compute_loss(
     return loss, metrics
 
 
-def train_or_generate(job: start.Job) -> str:
+def train_or_generate(job: Job) -> str:
     """Trainers: first sync, steps, export; generators of a split job serve them. Returns why the run ended."""
     if job.ranks.generates:
-        return start.generate(job)
-    run = start.set_up(job)
+        return generate(job)
+    run = set_up(job)
     with run.sampler:
         sync_weights(run.model, run.engine, run.state.step)
         limit = run.cfg.grpo.logp_gap_limit
@@ -254,7 +256,7 @@ def train_or_generate(job: start.Job) -> str:
 
 def main() -> int:
     """One rank from start to exit code."""
-    return start.run_rank(USAGE, sys.argv[1:], train_or_generate)
+    return run_rank(USAGE, sys.argv[1:], train_or_generate)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """What the house calls of a sampler: engine.py's vLLM, the tests' stand-in, or another that you write. run/start.py
+    """What the house calls of a sampler: engine.py's vLLM, the tests' stand-in, or another that you write. run/build.py
     builds it. All ranks of an engine make the same calls, and get the same answers.
 
     unclaimed: the completions that have ended and are not taken yet, by request id. weight_version: the training step

@@ -36,7 +36,7 @@ from optim import build_optimizer, set_learning_rate
 from pack import make_minibatches
 from records import Sample
 from run import checkpoint, dump
-from run.start import build_head, build_policy, build_reference, hash_of_base
+from run.build import build_head, build_policy, build_reference, hash_of_base
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] replay.py RUN/rollouts/step_000001 [key.sub=value ...]"
 

@@ -31,7 +31,7 @@ from base.system.exits import exit_process
 from bench.head import ROOT
 from bench.train_step import QWEN, set_way
 from loss import policy_loss
-from run import start
+from run.job import Run
 
 QWEN_FILES = QWEN | {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "torch_dtype": "bfloat16"}
 
@@ -77,7 +77,7 @@ class Turns:
         self.make_minibatches = grpo.make_minibatches
         self.is_old = False
 
-    def run(self, run: start.Run) -> None:
+    def run(self, run: Run) -> None:
         new_options = run.head_options
 
         def sample_step(sampler, cfg, train, cursor, step, num_steps):

@@ -29,7 +29,7 @@ from head import HeadOptions, response_logps
 from pack import make_minibatches
 from records import Engine, SamplingOptions
 from rollout import sample_step
-from run.start import build, build_head
+from run.build import build, build_head
 
 failed: list[str] = []
 

@@ -51,8 +51,8 @@ from loss import policy_loss
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
+from run.build import choose_attention, compiles
 from run.speed import PEAK_TFLOPS, train_flops
-from run.start import choose_attention, compiles
 
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}

@@ -35,7 +35,7 @@ from head import response_logps
 from pack import Row, assign_to_ranks, empty_pack, pack_samples, rows_of, to_device
 from records import TOKEN, Grade, Sample, TokenSequence
 from run import checkpoint
-from run.start import Run
+from run.job import Run
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from metrics import Numbers
 from model import Decoder
 from pack import Minibatch
 from rollout import StepSamples
+from run.job import Run
 from run.speed import performance_metrics
-from run.start import Run
 
 
 def remaining_steps(run: Run) -> Iterator[int]:

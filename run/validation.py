@@ -18,8 +18,9 @@ from metrics import summarize
 from records import Sample, SamplingOptions, groups_of
 from rollout import Sampler
 from run import checkpoint
+from run.build import build, hash_of_base
+from run.job import Job, Run
 from run.log import RunLog, shown
-from run.start import Job, Run, build, hash_of_base
 
 
 def validate(run: Run) -> None:

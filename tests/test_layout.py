@@ -21,7 +21,7 @@ ROOMS = ("system", "graders", "hf", "agents", "inputs", "plan", "check")
 # What base/ may import of the core.
 BELOW_BASE = {"config.py", "records.py", "envs.py", "kernels/__init__.py", "kernels/sizes.py"}
 ENTRIES = {"grpo.py", "eval.py", "replay.py"}
-BUILDS_THE_ENGINE = "run/start.py"
+BUILDS_THE_ENGINE = "run/build.py"
 ALONE = ("judges", "kernels")  # folders that import nothing but themselves
 OUTSIDE = ("tests", "judges/tests", "bench", "examples", "tools")  # nothing of the product imports these
 
@@ -125,7 +125,7 @@ def test_a_path_says_what_a_file_may_import():
         ("base/inputs/reader.py", "base/system/disk.py", False),
         ("pack.py", "run/log.py", True),
         ("gap.py", "engine.py", True),
-        ("run/start.py", "engine.py", False),
+        ("run/build.py", "engine.py", False),
         ("eval.py", "run/validation.py", False),
         ("run/steps.py", "grpo.py", True),
         ("replay.py", "grpo.py", False),

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from base.check.preflight import ALL_RANKS_GENERATE
+from base.check.command_line import ALL_RANKS_GENERATE
 from base.hf.model_config import resolve_folder
 from base.inputs import reader, resume
 from base.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
@@ -19,7 +19,7 @@ from base.system.exits import exit_process, run_command
 from base.system.ranks import on_rank0, start_process_group
 from config import ConfigError
 from run import checkpoint
-from run.start import build_policy, hash_of_base
+from run.build import build_policy, hash_of_base
 from run.steps import export
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] -m tools.export logs/exp_001 [STEP | best] [key.sub=value ...]"

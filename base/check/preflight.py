@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,121 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from base.check import memory_fit, rules
+from base.check.command_line import gpu_memory, parse_command_line
+from base.check.summary import MAX_ROWS, data_lines, notes, turn_notes
 from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
-from base.inputs import keys, resume
-from base.inputs.mixing import Cursor
+from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs
-from base.inputs.scan import Dataset
 from base.plan import step_time
 from base.plan.memory_plan import GIB, Plan
 from config import Config, ConfigError
 
-MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
-COLOCATED = "policy.generation.colocated"
-# Overrides for a run that only scores, on any number of ranks
-ALL_RANKS_GENERATE = [
-    f"{COLOCATED}.enabled=true",
-    f"{COLOCATED}.resources.gpus_per_node=null",
-    f"{COLOCATED}.resources.num_nodes=null",
-    "policy.dtensor_cfg.dp_replicate_size=1",
-]
 SMALL_MODEL = 50  # million parameters
-# Of tinker-cookbook 0.6.1: learning rates of its RL recipes, with this alpha (theirs, too, divides by the rank), and
-# exponents of hyperparam_utils.get_lr.
-LORA_RATES = (1e-5, 4e-5)
-LORA_ALPHA = 32
-LORA_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
-
-
-# ------------------------------------------------------------------------------------------- what a run prints, too
-
-
-def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
-    """The training sets in a line, each with environment and size; the validation sets; then the next prompt as the
-    model gets it and its answer."""
-    texts: dict[str, list[str]] = {}
-    for purpose, dataset in inputs.sets:
-        texts.setdefault(purpose, []).append(_described(dataset))
-    lines = [f"{purpose:10} {'; '.join(of_sets)}" for purpose, of_sets in texts.items()]
-    if any(dataset.is_sample for _, dataset in inputs.sets):
-        problem = inputs.sets[0][1].problems[0]  # the next one may be a row that was not checked
-    else:
-        count = cfg.grpo.prompts_per_batch if inputs.train.sampler or inputs.train.selections else 1
-        problem = inputs.train.draw(cursor, count)[0][0]
-    prompt = inputs.tokenizer.backend.decode(problem.prompt_ids, skip_special_tokens=False)
-    answer = _ends(problem.answer, SHOWN_CHARS // 4)
-    row = f"row {problem.row_id} of {problem.dataset}"
-    return [*lines, f"first      {row}: {_ends(prompt, SHOWN_CHARS)!r}, expected answer {answer!r}"]
-
-
-def _described(dataset: Dataset) -> str:
-    """A set with its environments, its size, and what was left out of it."""
-    size = f"{len(dataset.problems):,} prompts"
-    if dataset.is_sample and dataset.left_out:
-        size = f"at most {size}"  # more may be left out of the other rows
-    if dataset.is_sample:
-        size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: every row)"
-    if dataset.left_out:
-        size += f", {dataset.left_out}"
-    return f"{dataset.path}, graded by {', '.join(dataset.env_names)}: {size}"
-
-
-def _ends(text: str, size: int) -> str:
-    return text if len(text) <= 2 * size else f"{text[:size]} ... {text[-size:]}"
-
-
-def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
-    """What a user easily overlooks: a long warm-up, a low learning rate for LoRA."""
-    found = []
-    scheduler = cfg.policy.scheduler
-    if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
-        warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
-        found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
-    lora = cfg.policy.dtensor_cfg.lora_cfg
-    least = LORA_RATES[0] * LORA_ALPHA / lora.alpha  # an update of the weights grows with both
-    if lora.enabled and cfg.policy.optimizer.kwargs.lr < least:
-        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g} with lora_cfg.alpha={lora.alpha:g}"
-        published = f"{LORA_RATES[0]:g} to {LORA_RATES[1]:g} with alpha={LORA_ALPHA:g} in tinker-cookbook's RL recipes"
-        found.append(f"{lr} is below published rates for LoRA: {published}{_lora_formula(model)}")
-    return found
-
-
-def _lora_formula(model: ModelConfig) -> str:
-    """What tinker-cookbook's `get_lr` says for the model, of the two kinds for which it has an exponent."""
-    for kind, exponent in LORA_EXPONENTS.items():
-        if model.hf["model_type"].startswith(kind):
-            rate = 5e-4 * (2000 / model.hidden_size) ** exponent
-            return f"; its formula for supervised training has {rate:.1e} for this model"
-    return ""
-
-
-def turn_notes(cfg: Config, inputs: RunInputs) -> list[str]:
-    """Environments that ask for another turn where none can come."""
-    found = []
-    prompt = min(len(dataset.problems[0].prompt_ids) for dataset in inputs.train.datasets.values())
-    new = cfg.policy.generation.max_new_tokens
-    total = cfg.policy.max_total_sequence_length
-    for name in inputs.asks_again:
-        asks = f"env_name '{name}' asks for another turn (done=False)"
-        if cfg.grpo.max_rollout_turns == 1:
-            found.append(f"{asks}, but grpo.max_rollout_turns=1: raise it, or nobody answers")
-        elif prompt + new + 2 > total:  # a token of the environment and one of the policy
-            room = f"a prompt of {prompt} tokens and a reply of policy.generation.max_new_tokens={new} leave no room"
-            found.append(f"{asks}, but {room} in policy.max_total_sequence_length={total}: raise that")
-    return found
-
-
-def memory_plan(cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None) -> Plan:
-    """How much memory the run needs on each GPU; in a split job of `num_ranks` ranks, on each GPU that trains."""
-    num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
-    reward = inputs.reward_model[1] if inputs.reward_model else None
-    teacher = inputs.reference_model[1] if inputs.reference_model else None
-    vocab = inputs.tokenizer.vocab_size
-    return Plan(cfg, inputs.model_config, vocab, num_trainers, gpu_bytes, reward=reward, teacher=teacher)
-
-
-# ----------------------------------------------------------------------------------------------------------- --check
 
 
 def _what_is_trained(folder: Path, model: ModelConfig) -> str:
@@ -177,7 +71,7 @@ def check(
         lines.append(f"ranks      {num_started} on this CPU: {reason}; --nproc_per_node=N sets another number")
     if num_ranks is None:  # without torchrun: as many GPUs as the recipe names, or the fewest that can run it
         num_ranks = max(cfg.cluster.gpus_per_node * cfg.cluster.num_nodes, rules.fewest_ranks(cfg))
-    plan = memory_plan(cfg, inputs, num_ranks, gpu_bytes)
+    plan = Plan.of_run(cfg, inputs, num_ranks, gpu_bytes)
     if gpu_bytes or _is_for_gpus(device, num_ranks):
         lines.append(memory_fit.table(plan))
     summary = "\n".join(lines)
@@ -223,21 +117,6 @@ def _is_for_gpus(device: str | None, num_ranks: int) -> bool:
     return num_ranks > 1 or shutil.which("nvidia-smi") is not None
 
 
-# -------------------------------------------------------------------------------------------------- the command line
-
-
-def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
-    """(bytes by the last `--gpu_memory=80`, in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80 GiB."""
-    flag = "--gpu_memory="
-    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
-    others = [word for word in argv if not word.startswith(flag)]
-    if not given:
-        return None, others
-    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):
-        raise ConfigError(f"{flag}{given[-1]:.80}: expected a GPU's memory in GiB, such as {flag}80")
-    return float(given[-1]) * GIB, others
-
-
 def gpu_by_name(argv: Sequence[str]) -> tuple[step_time.Gpu | None, list[str]]:
     """(the GPU of the last `--gpu=h100`, or None; the other words)."""
     flag = "--gpu="
@@ -248,19 +127,6 @@ def gpu_by_name(argv: Sequence[str]) -> tuple[step_time.Gpu | None, list[str]]:
     if given[-1] not in step_time.GPUS:
         raise ConfigError(f"{flag}{given[-1]:.80}: expected one of {', '.join(step_time.GPUS)}")
     return step_time.GPUS[given[-1]], others
-
-
-def parse_command_line(argv: Sequence[str], usage: str) -> Config:
-    """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
-    flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
-    words = [word for word in argv if word not in flags]
-    if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):
-        raise ConfigError(usage)
-    # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
-    num_ranks = number_in_environment("WORLD_SIZE") or (None if flags else 1)
-    ranks_of_node = number_in_environment("LOCAL_WORLD_SIZE")
-    cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain="--explain" in flags)
-    return resume.resolve(cfg)
 
 
 def answer(argv: Sequence[str], usage: str) -> int:

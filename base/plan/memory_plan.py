@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from base.hf.lora_layers import ROUTERS, factor_shapes
 from base.hf.model_config import ModelConfig, NativeConfig
+from base.inputs.run_inputs import RunInputs
 from config import Config
 from kernels import sizes
 
@@ -57,6 +58,15 @@ class Plan:
     trains: bool = True
     teacher: ModelConfig | None = None
     others: float = 0
+
+    @classmethod
+    def of_run(cls, cfg: Config, inputs: RunInputs, num_ranks: int, gpu_bytes: float | None) -> "Plan":
+        """The plan of a run on `num_ranks` ranks; in a split job, of those that train."""
+        num_trainers = max(1, num_ranks - cfg.policy.generation.num_generators)
+        reward = inputs.reward_model[1] if inputs.reward_model else None
+        teacher = inputs.reference_model[1] if inputs.reference_model else None
+        vocab = inputs.tokenizer.vocab_size
+        return cls(cfg, inputs.model_config, vocab, num_trainers, gpu_bytes, reward=reward, teacher=teacher)
 
     @property
     def precision(self) -> int:

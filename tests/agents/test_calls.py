@@ -29,7 +29,7 @@ from head import HeadOptions, LossOptions, LossPath
 from judges import worker
 from judges.pool import Graded
 from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
-from records import Grade, Sample, TokenSequence, make_tokens
+from records import Completion, Grade, Sample, TokenSequence, make_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.modules[worker.PACKAGE] = sys.modules["judges"]  # as in a worker
@@ -45,10 +45,9 @@ def request(*messages, **options):
     return Request.model_validate_json(json.dumps({"messages": messages} | options))
 
 
-def reply_of(call, tokenizer, text, ends=True):
+def reply_of(call, tokenizer, text, ends=True, reason="stop"):
     ids = tokenizer.backend.encode(text, add_special_tokens=False).ids + tokenizer.eos_token_ids[:1] * ends
-    zeros = np.zeros(len(ids), np.float32)
-    call.completion = SimpleNamespace(ids=np.int32(ids), logps=zeros, versions=zeros, finish_reason="stop")
+    call.completion = Completion(make_tokens(ids, mask=True), reason)
 
 
 @pytest.fixture
@@ -106,8 +105,7 @@ def test_a_reply_goes_on_with_text_of_the_assistant(tokenizer, reason):
     """With its own ids where only the limit cut it, else with those of the text."""
     rollout, user = Rollout((1, 2), 250, 8), {"role": "user", "content": "hi"}
     [cut] = rollout.ask(1, request(user), 10, tokenizer)
-    reply_of(cut, tokenizer, "ab", ends=False)
-    cut.completion.finish_reason = reason
+    reply_of(cut, tokenizer, "ab", ends=False, reason=reason)
     cut.add_reply({"role": "assistant", "content": "ab"}, ["ab"])
     opening = {"role": "assistant", "content": "ab"}
     [on] = rollout.ask(2, request(user, opening, continue_final_message=True), 10, tokenizer)

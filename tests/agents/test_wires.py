@@ -6,7 +6,6 @@ from threading import Event, Thread
 from types import SimpleNamespace
 
 import httpx
-import numpy as np
 import pytest
 from agent_case import MAX_TOKENS, OPTIONS, TEMPLATE, endpoint_of, post, serve
 from openai.types.responses import Response, ResponseStreamEvent
@@ -21,7 +20,7 @@ from base.agents.wire_responses import Responses
 from base.hf.tokenizer import Tokenizer
 from config import ChatServerConfig
 from engine import reply_parsers
-from records import SamplingOptions
+from records import Completion, SamplingOptions, make_tokens
 
 SYSTEM = "Be brief."
 NAME, SCHEMA = "f", {"type": "object", "properties": {"q": {"type": "integer"}}}
@@ -265,8 +264,7 @@ def test_a_stream_tells_what_stands_before_a_call(name, sampled, told, content, 
         so_far["a"].append(token_id)
         endpoint._tell_streams()
     assert "".join(delta.text for delta in deltas) == told and (len(deltas) > 1) == bool(told)
-    zeros = np.zeros(len(ids), np.float32)
-    call.completion = SimpleNamespace(ids=np.int32(ids), logps=zeros, versions=zeros, finish_reason="stop")
+    call.completion = Completion(make_tokens(ids, mask=True), "stop")
     answer = Answer(call.prompt_ids, [endpoint._read(call)])
     text = "".join([*map(asked.stream_delta, deltas), asked.stream_end(answer)])
     history, reply = history_of(wire, [*events_of(SimpleNamespace(text=text))])

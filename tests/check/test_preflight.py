@@ -11,7 +11,7 @@ import pytest
 from hf_folders import QWEN2
 
 import config
-from base.check import preflight, rules
+from base.check import preflight, rules, summary
 from base.check.preflight import check
 from base.hf.model_config import ModelConfig
 from base.inputs import reader, run_inputs
@@ -141,7 +141,8 @@ def recipe(tmp_path, monkeypatch):
 
 
 def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "MAX_ROWS", 10)
+    for module in (preflight, summary):
+        monkeypatch.setattr(module, "MAX_ROWS", 10)
     file = tmp_path / "rows.jsonl"
     rows = [{"input": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
     rows[2]["input"] = "x" * 2000
@@ -165,7 +166,7 @@ def test_check_says_how_much_it_looked_at(recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [200, 8])
 def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeypatch, size):
     """Of several sets, with weights, after some steps; line ends and escapes stay in one printable line."""
-    monkeypatch.setattr(preflight, "SHOWN_CHARS", size)
+    monkeypatch.setattr(summary, "SHOWN_CHARS", size)
     rows = {"a": ["1+1=\n\x1b[2J", "5+5="], "b": ["2+2=", "3+3="]}
     for name, texts in rows.items():
         lines = (json.dumps({"input": text, "answer": "9" * 300}) for text in texts)
@@ -177,7 +178,7 @@ def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeyp
     cursor = inputs.train.start()
     for _ in range(6):
         (problem,), after = inputs.train.draw(cursor, 1)
-        *_, line = preflight.data_lines(cfg, inputs, cursor)
+        *_, line = summary.data_lines(cfg, inputs, cursor)
         text = f"<|user|>{problem.messages[0]['content']}<|end|><|assistant|>"
         text = repr(text if size == 200 else "<|user|> ... istant|>")
         nines = repr(f"{'9' * (size // 4)} ... {'9' * (size // 4)}")
@@ -189,7 +190,7 @@ def test_the_first_prompt_is_what_training_draws_first(recipe, tmp_path, monkeyp
 def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
     def told(warmup_steps, num_steps, **keys):
         scheduler = config.SchedulerConfig(warmup_steps=warmup_steps, **keys)
-        return preflight.notes(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), MODEL, num_steps)
+        return summary.notes(config.Config(policy=config.PolicyConfig(scheduler=scheduler)), MODEL, num_steps)
 
     (note,) = told(50, 60)
     assert "policy.scheduler.warmup_steps=50" in note and "60 steps" in note
@@ -208,7 +209,7 @@ def test_a_learning_rate_below_published_ones_for_lora_is_told():
         kwargs = config.OptimizerKwargs(lr=lr)
         tensors = config.DTensorConfig(lora_cfg=config.LoRAConfig(**{"enabled": True} | lora))
         policy = config.PolicyConfig(optimizer=config.OptimizerConfig(kwargs=kwargs), dtensor_cfg=tensors)
-        return preflight.notes(config.Config(policy=policy), model, 1000)
+        return summary.notes(config.Config(policy=policy), model, 1000)
 
     for kind, rate in (("qwen3", "4.7e-04"), ("llama", "2.9e-04")):
         (note,) = told(5e-6, replace(MODEL, hidden_size=4096, hf=MODEL.hf | {"model_type": kind}))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from advantages import estimate_advantages
+from base.check.command_line import ALL_RANKS_GENERATE, parse_command_line
 from base.check.contradictions import RULES
-from base.check.preflight import ALL_RANKS_GENERATE, parse_command_line
 from base.check.rules import check_config, fewest_ranks, must_save_by_seconds
 from base.inputs import keys
 from base.inputs.reader import load

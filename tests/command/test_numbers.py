@@ -49,7 +49,7 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     """Of each case: the exit code and reason, the numbers of the last step, whether the weights moved and are finite,
     and what was saved; and the timeouts of all process groups."""
     import grpo
-    from run import steps
+    from run import job, steps
 
     os.chdir(ROOT)
     base.system.ranks.COLLECTIVE_TIMEOUT = timedelta(minutes=29)  # torch's own default for gloo is the 30 of ours
@@ -57,7 +57,7 @@ def runs_with_faults(folder: Path) -> dict[str, dict]:
     groups = dist.distributed_c10d._world.pg_map
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     place = Ranks(place.rank, place.world_size, place.local_rank, tp_size=1)
-    grpo.start.start_process_group = lambda *_: (place, device)
+    job.start_process_group = lambda *_: (place, device)
     results = {name: run_of(name, grpo, steps, place, folder / name) for name in CASES}
     return results | {"timeouts": timeouts}
 

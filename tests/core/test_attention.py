@@ -12,7 +12,7 @@ from samples import groups_that_share_prompts
 import attention
 from attention import GatherRows, PackLayout, packed_attention
 from pack import assign_to_ranks, pack_samples, rows_of, to_device
-from run import start
+from run import build
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0, 4], [0, 3, 3, 6], [1, 6]])
@@ -201,11 +201,11 @@ def test_a_query_sees_itself(window):
 def test_flash_attention_3_is_for_hopper_where_it_is_installed(dtype, capability, is_installed, monkeypatch):
     activated = []
     monkeypatch.setattr(
-        start, "find_spec", lambda name: "spec" if is_installed and "flash_attn_inter" in name else None
+        build, "find_spec", lambda name: "spec" if is_installed and "flash_attn_inter" in name else None
     )
-    monkeypatch.setattr(start, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(build, "activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    words = start.choose_attention(torch.device("cuda", 0), dtype)
+    words = build.choose_attention(torch.device("cuda", 0), dtype)
     is_third = dtype == torch.bfloat16 and capability == (9, 0) and is_installed
     assert activated == ["FA3"] * is_third and ("FlashAttention 3" in words) == is_third
     assert ("SDPA" in words) == (dtype == torch.float32)

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from config import ConfigError, LoRAConfig
 from model import load_policy
-from run import start
+from run import build
 
 LENGTHS = [1, 2, 3, 64, 128, 5, 8, 13, 21, 31, 47, 60, 75, 90, 99, 100, 7, 16, 111, 4]
 
@@ -120,25 +120,25 @@ def can_compile(monkeypatch, tmp_path):
 def test_when_blocks_are_compiled(can_compile):
     choices = [(option, device) for device in ("cuda", "cpu") for option in (None, True, False)]
     choices.remove((True, "cpu"))
-    assert [start.compiles(*choice) for choice in choices] == [True, True, False, False, False]
+    assert [build.compiles(*choice) for choice in choices] == [True, True, False, False, False]
     with pytest.raises(ConfigError, match=r"policy\.compile needs a GPU.* set policy\.compile=false"):
-        start.compiles(True, "cpu")
+        build.compiles(True, "cpu")
 
 
 @pytest.mark.parametrize("option", [None, True])
 def test_where_nothing_can_be_compiled_the_fix_is_named(option, can_compile, monkeypatch):
     (can_compile / "gcc").unlink()
     with pytest.raises(ConfigError, match="a C compiler"):
-        start.compiles(option, "cuda")
-    assert not start.compiles(False, "cuda")
+        build.compiles(option, "cuda")
+    assert not build.compiles(False, "cuda")
     monkeypatch.setenv("CC", "icx")
     with pytest.raises(ConfigError, match="CC"):
-        start.compiles(option, "cuda")
+        build.compiles(option, "cuda")
     (can_compile / "icx").touch(mode=0o755)
-    assert start.compiles(option, "cuda")
+    assert build.compiles(option, "cuda")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE"):
-        start.compiles(option, "cuda")
+        build.compiles(option, "cuda")
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     with torch._dynamo.config.patch(disable=True), pytest.raises(ConfigError, match="TORCH_COMPILE_DISABLE"):
-        start.compiles(option, "cuda")
+        build.compiles(option, "cuda")

@@ -26,7 +26,7 @@ from base.system.exits import Interrupted, StopRun
 from model import load_policy
 from records import Problem, SamplingOptions
 from rollout import Sampler
-from run import start
+from run import job
 from run.reward_model import RewardModel
 
 OPTIONS = SamplingOptions(temperature=1.0, max_new_tokens=40)
@@ -94,7 +94,7 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
     """Start, canary, validation, two steps and the last validation. Nothing is unfinished when the engine sleeps, and
     segments grow only while it sleeps."""
     cuda.setattr("signal.signal", lambda number, handler: None)
-    cuda.setattr(start, "start_process_group", lambda *_: one_rank[:2])
+    cuda.setattr(job, "start_process_group", lambda *_: one_rank[:2])
     cuda.chdir(ROOT)
     clip, asleep = grpo.clip_grad_norm, []
 
@@ -103,7 +103,7 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
         return clip(*args)
 
     cuda.setattr(grpo, "clip_grad_norm", clip_asleep)
-    cuda.setattr(start, "expand_segments", lambda: asleep.append(is_asleep()))
+    cuda.setattr(job, "expand_segments", lambda: asleep.append(is_asleep()))
     write_rows(tmp_path)
     words = ("grpo.max_num_steps=2", "grpo.logp_gap_limit=null", "grpo.canary_period=2", "checkpointing.enabled=false")
     cuda.setattr(sys, "argv", ["", *arguments(tmp_path), *words])

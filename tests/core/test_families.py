@@ -21,7 +21,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, rows_of, to_device
 from records import Sample, SamplingOptions, TokenSequence
-from run.start import check_cpu_sizes
+from run.build import check_cpu_sizes
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
 

@@ -5,7 +5,7 @@ from one_process import use_stand_in
 from small_run import ROOT, arguments, write_rows
 
 from bench import golden
-from run import start
+from run import job
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def run(one_rank, monkeypatch, tmp_path):
     use_stand_in(monkeypatch)
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    monkeypatch.setattr(start, "start_process_group", lambda *_: one_rank[:2])
+    monkeypatch.setattr(job, "start_process_group", lambda *_: one_rank[:2])
     write_rows(tmp_path)
 
     def run(name, recording, *words):

@@ -12,7 +12,7 @@ import config
 from base.system.ranks import Ranks
 from gap import mask_disagreements, needs_old_logps
 from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches
-from run.start import loss_path_of
+from run.build import loss_path_of
 
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=False)}
 

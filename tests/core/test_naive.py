@@ -19,7 +19,7 @@ from examples import naive
 from head import HeadOptions, LossOptions
 from model import load_policy
 from pack import finish_minibatches, make_minibatches
-from run.start import loss_path_of
+from run.build import loss_path_of
 
 STARTER = naive.TASK / "starter"
 PAGE = Path(naive.__file__).read_text(encoding="utf-8")

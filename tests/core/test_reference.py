@@ -11,7 +11,7 @@ from hf_folders import make_pack, response_rows
 from base.hf.weights import sharded_parameters
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
-from run.start import reference_dtype
+from run.build import reference_dtype
 
 
 @pytest.fixture

@@ -60,10 +60,11 @@ def train(copy: str, folder: str, runs: list[list[str]]) -> list[tuple[list[dict
     os.chdir(copy)
     sys.path.insert(0, copy)
     import grpo
+    from run import job
 
     assert grpo.__file__ == f"{copy}/grpo.py"
-    place = grpo.start.start_process_group(1)
-    grpo.start.start_process_group = lambda *_: place
+    place = job.start_process_group(1)
+    job.start_process_group = lambda *_: place
     answers = []
     for overrides in runs:
         sys.argv = ["grpo.py", *arguments(Path(folder)), *overrides]

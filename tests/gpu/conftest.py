@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from base.system.ranks import Ranks
-from run.start import choose_attention
+from run.build import choose_attention
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def record_draws(engine, monkeypatch):
 
     def recorded_step():
         for name in (ended := step()):
-            drawn[prompts[name], tuple(engine.unclaimed[name].ids.tolist())] += 1
+            drawn[prompts[name], tuple(engine.unclaimed[name].ids)] += 1
         return ended
 
     monkeypatch.setattr(engine, "start", recorded_start)

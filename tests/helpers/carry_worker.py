@@ -18,7 +18,7 @@ import grpo
 from base.hf.model_config import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.inputs import run_inputs
-from run import start
+from run import build
 
 LOST_STEP = 4
 SETS = ("train", "heldout", "third")
@@ -83,7 +83,7 @@ def main(work: Path) -> None:
     words += [f"data.train.{i}.data_path={folder / name}.jsonl" for i, name in enumerate(SETS)]
     words += [f"data.train.{i}.output_key=answer" for i in (1, 2)]
     run_inputs.read_reward_model = lambda *_: (STARTER, read_model_config(STARTER), Tokenizer(STARTER))
-    start.RewardModel = Score
+    build.RewardModel = Score
     record(grpo, work / "tokens.jsonl")
     give_places(6)
     split_worker.put_in = lose

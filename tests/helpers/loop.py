@@ -20,8 +20,9 @@ from head import HeadOptions, LossOptions
 from model import Decoder, Reference
 from records import Sample
 from rollout import StepSamples
+from run.build import loss_path_of, sampling_filter_of
+from run.job import Run, RunState
 from run.log import Timers
-from run.start import Run, RunState, loss_path_of, sampling_filter_of
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,7 @@ class KeepsGradients:
 
 
 def head_of(cfg: Config, vocab: int | None = VOCAB_SIZE) -> HeadOptions:
-    """As `start.build_head`, for the tiny folder's tokenizer; None: all rows of the weight are ids."""
+    """As `build.build_head`, for the tiny folder's tokenizer; None: all rows of the weight are ids."""
     generation = cfg.policy.generation
     return HeadOptions(
         generation.temperature, vocab, sampling_filter_of(generation), loss=LossOptions(path=loss_path_of(cfg))

@@ -4,7 +4,7 @@ import fake_vllm
 from small_run import ROOT
 
 import engine
-from run import start
+from run import job
 
 
 def use_stand_in(patch):
@@ -18,4 +18,4 @@ def run_in_this_process(patch, one_rank):
     use_stand_in(patch)
     patch.chdir(ROOT)
     patch.setattr("signal.signal", lambda number, handler: None)
-    patch.setattr(start, "start_process_group", lambda *_: one_rank[:2])
+    patch.setattr(job, "start_process_group", lambda *_: one_rank[:2])

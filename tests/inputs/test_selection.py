@@ -188,9 +188,10 @@ WORDS += ["logger.tensorboard_enabled=false", "checkpointing.save_hf_at_end=fals
 def train(folder: str, *words: str) -> tuple[list[tuple[int, int]], dict[str, str]]:
     """(step and row of each logged sample, the counts of the newest checkpoint) of a run in this process."""
     import grpo
+    from run import job
 
-    place = grpo.start.start_process_group(1)
-    grpo.start.start_process_group = lambda *_: place
+    place = job.start_process_group(1)
+    job.start_process_group = lambda *_: place
     sys.argv = ["grpo.py", *arguments(Path(folder)), *WORDS, *words]
     with redirect_stdout(StringIO()) as said:
         assert grpo.main() == 0, said.getvalue()

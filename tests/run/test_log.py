@@ -15,8 +15,8 @@ import config
 from base.hf.tokenizer import Tokenizer
 from base.system.disk import write_whole
 from run.health import RULES
+from run.job import RunState
 from run.log import RunLog, Timers
-from run.start import RunState
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 NAMES = ("metrics.jsonl", "samples.jsonl")

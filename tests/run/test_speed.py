@@ -19,8 +19,8 @@ from head import HeadOptions, LossOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
 from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
+from run.build import loss_path_of
 from run.speed import performance_metrics, train_flops
-from run.start import loss_path_of
 
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 97}
 FAMILIES = {  # grouped and plain heads, heads wider than the hidden size, biases, tied and untied

@@ -10,7 +10,7 @@ from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import Saved, StopRun
 from base.system.ranks import Ranks
-from run import checkpoint, start, steps
+from run import checkpoint, job, steps
 from run.log import Timers
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
@@ -18,11 +18,11 @@ ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
 
 def restored(cfg, mixture, checkpoints):
     """The counters of a run that begins with this config and these data; saver.saved is their step if it resumes."""
-    values = dict.fromkeys(start.Run.__dataclass_fields__)
+    values = dict.fromkeys(job.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": SimpleNamespace(train=mixture), "ranks": ALONE}
     values |= {"saver": SimpleNamespace(folder=checkpoints, saved=None)}
-    run = start.Run(**values | {"state": start.RunState(mixture.start(), mixture.fingerprints)})
-    start.restore(run)
+    run = job.Run(**values | {"state": job.RunState(mixture.start(), mixture.fingerprints)})
+    job.restore(run)
     assert run.saver.saved == (run.state.step if cfg.checkpointing.resume_from else None)
     return run.state
 
@@ -32,7 +32,7 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     before = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     cursor = before.start() | {"position": 56}
-    saved = start.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
+    saved = job.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
     monkeypatch.setattr(checkpoint, "load", lambda *_, **__: asdict(saved))
 
     def restore(cfg, mixture):
@@ -53,7 +53,7 @@ def test_a_new_run_starts_at_nothing_and_not_over_anothers_checkpoints(tmp_path)
     cfg = config.Config()
     mixture = Mixture([Dataset("a.jsonl", [], "1", name="a")], cfg)
     state = restored(cfg, mixture, tmp_path)
-    assert state == start.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
+    assert state == job.RunState(mixture.start(), mixture.fingerprints) and state.step == 0
     (tmp_path / "step_000010").mkdir()
     with pytest.raises(config.ConfigError, match="holds checkpoints of another run: choose another checkpoint_dir"):
         restored(cfg, mixture, tmp_path)
@@ -82,11 +82,11 @@ def run_after(
     saver = saver or Saver()
     cfg = config.Config(grpo=config.GRPOConfig(**grpo), checkpointing=saver.cfg)
     rows = SimpleNamespace(train=SimpleNamespace(num_problems=num_problems, saved_selections=dict))
-    state = start.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
-    values = dict.fromkeys(start.Run.__dataclass_fields__)
+    state = job.RunState({"position": position}, {}, step=step, num_bad_steps=num_bad_steps)
+    values = dict.fromkeys(job.Run.__dataclass_fields__)
     values |= {"cfg": cfg, "inputs": rows, "state": state, "saver": saver, "num_steps": num_steps, "metrics": {}}
     values |= {"told_to_stop": told_to_stop, "folder": "logs/exp_001", "timer": Timers(lambda phase: None)}
-    return start.Run(**values)
+    return job.Run(**values)
 
 
 def test_data_ends_where_a_whole_step_does_not_fit():

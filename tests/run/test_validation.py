@@ -19,7 +19,7 @@ from base.system.ranks import Ranks
 from metrics import accuracy_interval, majority, pass_at_k, summarize
 from records import Problem, SamplingOptions
 from rollout import Sampler
-from run.start import RunState
+from run.job import RunState
 from run.validation import modes, validate
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)

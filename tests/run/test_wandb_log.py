@@ -15,8 +15,8 @@ import config
 from base.inputs import run_inputs
 from base.system import exits
 from config import ConfigError
+from run.job import RunState
 from run.log import RunLog
-from run.start import RunState
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

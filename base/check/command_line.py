@@ -1,0 +1,45 @@
+"""The words behind grpo.py, eval.py and their like: a checked config, and flags. No torch."""
+
+import os
+import re
+from collections.abc import Sequence
+
+from base.check import rules
+from base.inputs import resume
+from base.inputs.run_inputs import number_in_environment
+from base.plan.memory_plan import GIB
+from config import Config, ConfigError
+
+COLOCATED = "policy.generation.colocated"
+# Overrides for a run that only scores, on any number of ranks
+ALL_RANKS_GENERATE = [
+    f"{COLOCATED}.enabled=true",
+    f"{COLOCATED}.resources.gpus_per_node=null",
+    f"{COLOCATED}.resources.num_nodes=null",
+    "policy.dtensor_cfg.dp_replicate_size=1",
+]
+
+
+def parse_command_line(argv: Sequence[str], usage: str) -> Config:
+    """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+    flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
+    words = [word for word in argv if word not in flags]
+    if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):
+        raise ConfigError(usage)
+    # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
+    num_ranks = number_in_environment("WORLD_SIZE") or (None if flags else 1)
+    ranks_of_node = number_in_environment("LOCAL_WORLD_SIZE")
+    cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain="--explain" in flags)
+    return resume.resolve(cfg)
+
+
+def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
+    """(bytes by the last `--gpu_memory=80`, in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80 GiB."""
+    flag = "--gpu_memory="
+    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
+    others = [word for word in argv if not word.startswith(flag)]
+    if not given:
+        return None, others
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):
+        raise ConfigError(f"{flag}{given[-1]:.80}: expected a GPU's memory in GiB, such as {flag}80")
+    return float(given[-1]) * GIB, others

@@ -1,0 +1,90 @@
+"""What `--check` and the start of a run print of their data and settings. No torch."""
+
+from base.hf.model_config import ModelConfig
+from base.inputs.mixing import Cursor
+from base.inputs.run_inputs import RunInputs
+from base.inputs.scan import Dataset
+from config import Config
+
+MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
+# Of tinker-cookbook 0.6.1: learning rates of its RL recipes, with this alpha (theirs, too, divides by the rank), and
+# exponents of hyperparam_utils.get_lr.
+LORA_RATES = (1e-5, 4e-5)
+LORA_ALPHA = 32
+LORA_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
+SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
+
+
+def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
+    """The training sets in a line, each with environment and size; the validation sets; then the next prompt as the
+    model gets it and its answer."""
+    texts: dict[str, list[str]] = {}
+    for purpose, dataset in inputs.sets:
+        texts.setdefault(purpose, []).append(_described(dataset))
+    lines = [f"{purpose:10} {'; '.join(of_sets)}" for purpose, of_sets in texts.items()]
+    if any(dataset.is_sample for _, dataset in inputs.sets):
+        problem = inputs.sets[0][1].problems[0]  # the next one may be a row that was not checked
+    else:
+        count = cfg.grpo.prompts_per_batch if inputs.train.sampler or inputs.train.selections else 1
+        problem = inputs.train.draw(cursor, count)[0][0]
+    prompt = inputs.tokenizer.backend.decode(problem.prompt_ids, skip_special_tokens=False)
+    answer = _ends(problem.answer, SHOWN_CHARS // 4)
+    row = f"row {problem.row_id} of {problem.dataset}"
+    return [*lines, f"first      {row}: {_ends(prompt, SHOWN_CHARS)!r}, expected answer {answer!r}"]
+
+
+def _described(dataset: Dataset) -> str:
+    """A set with its environments, its size, and what was left out of it."""
+    size = f"{len(dataset.problems):,} prompts"
+    if dataset.is_sample and dataset.left_out:
+        size = f"at most {size}"  # more may be left out of the other rows
+    if dataset.is_sample:
+        size += f", {MAX_ROWS:,} rows checked (the first {MAX_ROWS // 2:,}, the others at random; --all: every row)"
+    if dataset.left_out:
+        size += f", {dataset.left_out}"
+    return f"{dataset.path}, graded by {', '.join(dataset.env_names)}: {size}"
+
+
+def _ends(text: str, size: int) -> str:
+    return text if len(text) <= 2 * size else f"{text[:size]} ... {text[-size:]}"
+
+
+def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
+    """What a user easily overlooks: a long warm-up, a low learning rate for LoRA."""
+    found = []
+    scheduler = cfg.policy.scheduler
+    if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
+        warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
+        found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
+    lora = cfg.policy.dtensor_cfg.lora_cfg
+    least = LORA_RATES[0] * LORA_ALPHA / lora.alpha  # an update of the weights grows with both
+    if lora.enabled and cfg.policy.optimizer.kwargs.lr < least:
+        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g} with lora_cfg.alpha={lora.alpha:g}"
+        published = f"{LORA_RATES[0]:g} to {LORA_RATES[1]:g} with alpha={LORA_ALPHA:g} in tinker-cookbook's RL recipes"
+        found.append(f"{lr} is below published rates for LoRA: {published}{_lora_formula(model)}")
+    return found
+
+
+def _lora_formula(model: ModelConfig) -> str:
+    """What tinker-cookbook's `get_lr` says for the model, of the two kinds for which it has an exponent."""
+    for kind, exponent in LORA_EXPONENTS.items():
+        if model.hf["model_type"].startswith(kind):
+            rate = 5e-4 * (2000 / model.hidden_size) ** exponent
+            return f"; its formula for supervised training has {rate:.1e} for this model"
+    return ""
+
+
+def turn_notes(cfg: Config, inputs: RunInputs) -> list[str]:
+    """Environments that ask for another turn where none can come."""
+    found = []
+    prompt = min(len(dataset.problems[0].prompt_ids) for dataset in inputs.train.datasets.values())
+    new = cfg.policy.generation.max_new_tokens
+    total = cfg.policy.max_total_sequence_length
+    for name in inputs.asks_again:
+        asks = f"env_name '{name}' asks for another turn (done=False)"
+        if cfg.grpo.max_rollout_turns == 1:
+            found.append(f"{asks}, but grpo.max_rollout_turns=1: raise it, or nobody answers")
+        elif prompt + new + 2 > total:  # a token of the environment and one of the policy
+            room = f"a prompt of {prompt} tokens and a reply of policy.generation.max_new_tokens={new} leave no room"
+            found.append(f"{asks}, but {room} in policy.max_total_sequence_length={total}: raise that")
+    return found
