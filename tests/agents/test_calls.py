@@ -85,7 +85,7 @@ def test_a_tree_of_calls(tokenizer):
     assert two[0].prompt_ids == two[1].prompt_ids and len({call.seed for call in rollout.calls}) == 6
     assert again.prompt_ids == first.prompt_ids and again.seed != first.seed
     assert (
-        tokenizer.decode(other.sequence.prompt_ids[len(first.ids) :], special=True)
+        tokenizer.decode(other.prompt_ids[len(first.ids) :], special=True)
         == "\n<|user|>user\n!<|end|>\n<|assistant|>"
     )
     for call in rollout.calls[1:]:
@@ -340,7 +340,7 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
         assert (minibatch.num_tokens, minibatch.num_trained_samples) == (num_tokens, len(expected))
         for micro in minibatch.micros:
             micro.adv_R = torch.tensor([exact[adv] for adv in micro.adv_R.tolist()])
-            micro.sampler_logp_R = micro.sampler_logp_R.double()
+            micro.tokens_R["logp"] = micro.sampler_logp_R.double()
             hidden_RD = torch.zeros(len(micro.pos_R), 52)
             hidden_RD[torch.arange(len(hidden_RD)), micro.token_T[micro.pos_R]] = 1
             hidden_RD[torch.arange(len(hidden_RD)), 12 + micro.position_T[micro.pos_R]] = 1
