@@ -87,7 +87,8 @@ ALGORITHMS = {
         {"token_rejection_ratio_max": 1.2, "sequence_rejection_ratio_min": 0.9, "old_logprobs": "sampler"},
     ],
 }
-OTHER_TESTS = {  # rows that are no formula of a loss; the page names the test of each
+OTHER_TESTS = {
+    "prompts by their pass rate",  # rows that are no formula of a loss; the page names the test of each
     "on-policy distillation",
     "sequences whose log-probabilities disagree",
     "several optimizer steps per rollout",
