@@ -110,6 +110,8 @@ class VLLMEngine:
             # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
             hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
             hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
+            if model.family.state is not None:
+                hardware["enable_prefix_caching"] = False  # of states it is for prompts cut into chunks alone
         if model.whole is not None:
             overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
         self.llm = LLM(
@@ -382,6 +384,8 @@ def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[
         if ".experts." in part:
             blocks_with_experts.add(block)
         else:
+            for engine_part, own_part in model.family.engine_parts:
+                part = part.replace(engine_part, own_part)
             found.update(_unfused(f"{block}{stored_of.get(part, part)}", fused_layers))
     for name, _ in model.tensor_shapes():
         block, part = _within_block(name)

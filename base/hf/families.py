@@ -286,7 +286,7 @@ class Family:
     state: the layers that carry one. A layer has it, or attention, and then an MLP or experts, by its type in
     config.json, or every `full_every`-th has attention. one_part: a layer has only one of these; hybrid: all have both.
     embedding: what transformers' model calls it. stored_body: what names in a checkpoint begin with, in place of
-    `model.`. engine_parts: (in vLLM's names, in those of transformers' model).
+    `model.`. engine_parts: (in vLLM's names within a layer, in those of transformers' model).
     """
 
     architecture: str
@@ -596,7 +596,7 @@ FAMILIES = {
         one_part=True,
         embedding="embeddings",
         stored_body="backbone.",
-        engine_parts=((".mixer.A", ".mixer.A_log"),),
+        engine_parts=(("mixer.A", "mixer.A_log"),),
     ),
     "granitemoehybrid": Family(
         architecture="GraniteMoeHybridForCausalLM",
@@ -616,7 +616,7 @@ FAMILIES = {
             may_be_none=True,
         ),
         state=Mamba(),
-        engine_parts=((".mamba.A", ".mamba.A_log"),),
+        engine_parts=(("mamba.A", "mamba.A_log"),),
     ),
     "falcon_h1": Family(
         architecture="FalconH1ForCausalLM",
@@ -628,7 +628,7 @@ FAMILIES = {
         final_norm="final_layernorm",
         state=Mamba(norm=Switch("mamba_rms_norm"), out_bias=Switch("projectors_bias")),
         hybrid=True,
-        engine_parts=((".mamba.mamba.A", ".mamba.A_log"), (".mamba.mamba.", ".mamba.")),
+        engine_parts=(("mamba.mamba.", "mamba."), ("mamba.A", "mamba.A_log")),
     ),
     "lfm2": Family(
         architecture="Lfm2ForCausalLM",
@@ -643,7 +643,7 @@ FAMILIES = {
         is_tied=True,
         final_norm="embedding_norm",
         state=ShortConv(),
-        engine_parts=((".short_conv.", ".conv."),),
+        engine_parts=(("short_conv.", "conv."),),
     ),
 }
 LLAVA = {

@@ -1,0 +1,59 @@
+"""vLLM 0.32 computes the gated delta net on a CPU in bfloat16 only: for tests in float32, torch's in its place."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def install():
+    """Before the engine starts."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType
+
+    core.__annotations__["layer_name"] = LayerNameType  # vLLM registers an operator by its types
+    gdn_attention.cpu_gdn_attention_core = core
+
+
+def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name) -> None:
+    """A sequence at a time, from and to the states of vLLM's cache, in the dtype of the weights."""
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    context = get_forward_context()
+    if context.attn_metadata is None:  # the run that measures memory
+        return
+    layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    meta = context.attn_metadata[layer.prefix]
+    conv_states = layer.kv_cache[0].transpose(1, 2)  # [slot, channel, W - 1]
+    states = layer.kv_cache[1]  # [slot, N, value, key]
+    bounds = meta.non_spec_query_start_loc.tolist()
+    has_state = [True] * meta.num_decodes
+    if meta.num_prefills:
+        has_state += meta.has_initial_state[meta.num_decodes :].tolist()
+    slots = meta.non_spec_state_indices_tensor.tolist()
+    for start, end, slot, goes_on in zip(bounds, bounds[1:], slots, has_state, strict=False):
+        if not goes_on:
+            conv_states[slot].zero_()
+            states[slot].zero_()
+        rows = slice(start, end)
+        x_CT = torch.cat([conv_states[slot], mixed_qkv[rows].T], 1)
+        conv_states[slot].copy_(x_CT[:, -conv_states.shape[2] :])
+        weight = layer.conv1d.weight.view(len(x_CT), 1, -1)
+        convolved = F.silu(F.conv1d(x_CT[None], weight, layer.conv1d.bias, groups=len(x_CT)))[0]
+        query, key, value = (part[0] for part in layer.rearrange_mixed_qkv(convolved.T))
+        repeats = value.shape[1] // key.shape[1]
+        decay = (-layer.A_log.float().exp() * F.softplus(a[rows].float() + layer.dt_bias)).exp()
+        state = states[slot].transpose(1, 2).float()  # [N, key, value]
+        for number, row in enumerate(range(start, end)):
+            k = unit(key[number]).repeat_interleave(repeats, 0)
+            q = unit(query[number]).repeat_interleave(repeats, 0) * k.shape[-1] ** -0.5
+            state = state * decay[number][:, None, None]
+            old = torch.einsum("nkv,nk->nv", state, k)
+            new = (value[number] - old) * b[row].sigmoid()[:, None]
+            state = state + torch.einsum("nk,nv->nkv", k, new)
+            core_attn_out[row] = torch.einsum("nkv,nk->nv", state, q)
+        states[slot].copy_(state.transpose(1, 2))
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
