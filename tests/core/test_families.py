@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
-from base.hf.families import FAMILIES, NATIVE, DeltaNet, WHOLE
+from base.hf.families import FAMILIES, NATIVE, WHOLE, DeltaNet
 from base.hf.model_config import ModelConfig
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
