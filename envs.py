@@ -1,7 +1,7 @@
 """Environments: take a conversation; return its reward, its outcome and, in multi-turn tasks, an observation.
 
-Owns the interface and the small environments. base/graders/environments.py has the environments that grade in worker
-processes, and builds them by a dataset's env_name; base/graders/reward_function.py has TRL's reward functions.
+Owns the interface and the small environments. base/graders/environments.py makes the environment of a data set's
+env_name, base/graders/judged.py has those that ask the judges, reward_function.py there has TRL's reward functions.
 Knows nothing of tokens: rollout.py turns replies into text, and observations into tokens. Imports no torch, no vllm.
 """
 
@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import ConfigError
-from judges.pool import GraderPool
+
+if TYPE_CHECKING:
+    from judges.pool import GraderPool
 
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
@@ -73,7 +75,7 @@ class Environment:
 
     Its own thread calls `step`, one call at a time, with all waiting turns, while other replies are drawn. Which turns
     share a call is chance: a result must depend on its turn (its group, with whole_groups) only. One with worker
-    processes derives from base.graders.environments.PoolEnvironment: each turn goes to a worker.
+    processes derives from base.graders.pool.PoolEnvironment: each turn goes to a worker.
     """
 
     self_tests: Sequence[tuple] = ()  # (reply, answer, expected outcome[, fields]), tried before a run starts
@@ -81,7 +83,7 @@ class Environment:
     whole_groups: bool = False  # for rewards that compare the samples of a prompt: a call of step() has all of them
     special_tokens: bool = False  # whether turns have raw_reply
     main_thread: bool = False  # step() is called between two decode steps, which wait: for code that needs signals
-    pool: GraderPool | None = None  # if it has worker processes
+    pool: "GraderPool | None" = None  # if it has worker processes
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.

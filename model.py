@@ -24,7 +24,6 @@ from attention import GatherRows, PackLayout, packed_attention
 from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig
-from lora import add_adapters, freeze
 from loss import Metrics
 
 Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
@@ -333,8 +332,12 @@ def load_policy(
     with torch.device("meta"):
         model = decoder(model_config or read_model_config(Path(folder)), **options)
         if frozen:
+            from lora import freeze
+
             freeze(model, getattr(torch, precision))
         if lora and lora.enabled:
+            from lora import add_adapters
+
             add_adapters(model, lora, getattr(torch, precision))
         if freeze_moe_router:
             for router in model.model.routers:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import activate_flash_attention_impl
@@ -26,8 +27,9 @@ from loss import policy_loss
 from model import Decoder, Reference, load_policy
 from rollout import Sampler
 from run import checkpoint
-from run.reward_model import RewardModel
-from run.split.generators import Generators
+
+if TYPE_CHECKING:
+    from run.split.generators import Generators
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 CPU_EXPERTS_MULTIPLE = 32  # CPUUnquantizedExperts.output_alignment of vllm/.../fused_moe/experts/cpu_moe.py
@@ -122,11 +124,13 @@ def build(
     stop: Callable[[], bool] = lambda: False,
     *,
     keeps_gathered: bool = False,
-) -> tuple[Decoder, Sampler | Generators]:
+) -> "tuple[Decoder, Sampler | Generators]":
     """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
     sampler and engine. stop: as in `build_sampler`. A collective of all ranks that train."""
     model = build_policy(cfg, inputs, ranks, device, keeps_gathered)
     if ranks.bridge:
+        from run.split.generators import Generators
+
         return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
     sampler = build_sampler(cfg, inputs, ranks, device, stop)
     sampler.engine.sleep()
@@ -204,7 +208,11 @@ def build_sampler(
         return ranks.any_rank_of_engine(stop())
 
     check_cpu_sizes(inputs.model_config, device.type)
-    reward_model = RewardModel(*inputs.reward_model, cfg, device) if inputs.reward_model else None
+    reward_model = None
+    if inputs.reward_model:
+        from run.reward_model import RewardModel
+
+        reward_model = RewardModel(*inputs.reward_model, cfg, device)
     with Progress("start, 2 of 3: vLLM engine"):
         engine = VLLMEngine(inputs.model_folder, inputs.model_config, inputs.tokenizer, cfg, should_stop)
     engines = f"{ranks.dp_size} x vLLM over {ranks.tp_size} ranks each"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,8 +32,9 @@ from run.build import build, build_head, build_reference, build_sampler, hash_of
 from run.folder import open_run_folder
 from run.log import RunLog, Timers
 from run.memory import Memory
-from run.split import bridge
-from run.split.generators import Generators, serve
+
+if TYPE_CHECKING:
+    from run.split.generators import Generators
 
 
 @dataclass(slots=True)
@@ -72,7 +74,7 @@ class Run(Job):
     head_options: HeadOptions
     optimizer: Optimizer
     engine: Engine
-    sampler: Sampler | Generators
+    sampler: "Sampler | Generators"
     reference: Reference | None
     state: RunState
     saver: checkpoint.Saver
@@ -104,6 +106,8 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         generation = cfg.policy.generation
         split = None
         if generation.num_generators:
+            from run.split import bridge
+
             split = partial(bridge.split, num_generators=generation.num_generators)
         ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, split)
         peers = ranks.peers
@@ -203,6 +207,8 @@ def set_up(job: Job) -> Run:
 
 def generate(job: Job) -> str:
     """Runs a generator of a split job to its end; returns why it ended."""
+    from run.split.generators import serve
+
     signals = Signals(must_save_by_seconds(job.cfg.checkpointing))
     sampler = build_sampler(job.cfg, job.inputs, job.ranks, job.device, signals.pending)
     with sampler:

@@ -6,7 +6,6 @@ import traceback
 
 import torch
 
-from base.check.memory_fit import gib, listed, problem, remedies, table
 from base.plan.memory_plan import CONTEXT, GIB, Plan
 from base.system.exits import LIBRARIES, OutOfMemory
 from base.system.ranks import Ranks
@@ -27,9 +26,13 @@ class Memory:
         self.plan = plan
         self.engine_bytes = 0.0
         self.engine_reserved = 0.0
-        if plan.gpu_bytes and ranks.job_rank == 0:
-            print(table(plan), flush=True)
-        too_small = problem(plan)
+        if plan.gpu_bytes is None:
+            return
+        from base.check import memory_fit  # a run on a CPU does without
+
+        if ranks.job_rank == 0:
+            print(memory_fit.table(plan), flush=True)
+        too_small = memory_fit.problem(plan)
         if too_small:
             raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB overrides what the GPU has")
 
@@ -57,6 +60,8 @@ class Memory:
         """`error`; or if it says that memory ran out in `phase`, an OutOfMemory that says where, and how to fix it."""
         if not says_no_memory(error):
             return error
+        from base.check.memory_fit import gib, listed, remedies
+
         frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)
         ]
@@ -84,6 +89,8 @@ def says_no_memory(error: BaseException) -> bool:
 
 def measured() -> str:
     """GiB of this process's GPU, or of host memory."""
+    from base.check.memory_fit import gib
+
     if not torch.cuda.is_available():
         return f"peak {gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
     free, total = torch.cuda.mem_get_info()

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ahead import age_metrics
-from base.agents.metrics import agent_metrics
 from base.hf.weights import adapter_config, save_adapter, save_hf
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import describe_os_error
@@ -45,6 +44,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     if async_grpo.enabled:
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     if run.cfg.env.agents:
+        from base.agents.metrics import agent_metrics
+
         metrics |= agent_metrics(samples.generated)
     state.cursor = run.inputs.train.record(samples.cursor, metrics, samples.generated)
     state.total_valid_tokens += metrics["global_valid_toks"]

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from base.graders.environments import PoolEnvironment, pool_of, read_results
+from base.graders.environments import read_results
+from base.graders.pool import PoolEnvironment, pool_of
 from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
 from judges.codec import Json

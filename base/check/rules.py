@@ -13,6 +13,7 @@ from pathlib import Path
 
 from base.check.contradictions import contradictions
 from base.inputs import reader
+from base.system.imports import ROOT
 from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
 
 RESOURCES = "policy.generation.colocated.resources"
@@ -56,6 +57,23 @@ def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     yield from _mix_problems(cfg)
     yield from _custom_problems(cfg)
     yield from _agent_problems(cfg)
+    yield from _missing_parts(cfg)
+
+
+def _missing_parts(cfg: Config) -> Iterator[str]:
+    """Parts of the program that this config needs, and that a fork has deleted."""
+    uses_split = cfg.policy.generation.num_generators > 0
+    uses_lora = cfg.policy.dtensor_cfg.lora_cfg.enabled
+    sets = [*cfg.data.train, *cfg.data.validation]
+    uses_reward_model = any(section.env_name == "reward_model" for section in sets)
+    for path, is_used, what in (
+        ("base/agents", bool(cfg.env.agents), "env.agents"),
+        ("run/split", uses_split, "policy.generation.colocated.enabled=false"),
+        ("lora.py", uses_lora, "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        ("run/reward_model.py", uses_reward_model, "env_name 'reward_model'"),
+    ):
+        if is_used and not (ROOT / path).exists():
+            yield f"{what} needs {path}, which is not here: restore it, or do without"
 
 
 def fewest_ranks(cfg: Config) -> int:

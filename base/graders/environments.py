@@ -1,136 +1,22 @@
-"""env_name of a dataset -> its environment: `make_environment`, and the environments that need graders or a pool.
+"""env_name of a dataset -> its environment: `make_environment`; and what its results must be.
 
-Workers import neither this file nor envs.py.
+Workers import neither this file nor envs.py. What a run does not use is not imported.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
-from base.graders.reward_function import RewardFunction
-from base.system.imports import call, import_attribute
-from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig, shortened
+from base.system.imports import call, import_attribute, needed_by
+from config import ConfigError, EnvConfig, shortened
 from envs import OUTCOMES, Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
-from judges import code, math, sandbox
-from judges.codec import Json
-from judges.pool import Graded, GraderPool, WorkerError
 
-TEST_FIELDS = ("test", "tests", "entry_point", "prompt")  # that a row may have for `code`
+if TYPE_CHECKING:
+    from judges.codec import Json
 
-
-class PoolConfig(Protocol):
-    """A section of `env` that has workers."""
-
-    num_workers: int
-    deadline_s: float
-    memory_mib: int | None
-
-
-def pool_of(
-    target: str, cfg: PoolConfig, num_ranks: int, *, first: Json = None, python: str = "", pass_env: Sequence[str] = ()
-) -> GraderPool:
-    """A pool with this rank's share of the workers of a section of `env`. ConfigError if no worker can start."""
-    try:
-        return GraderPool(
-            target,
-            num_workers=max(1, cfg.num_workers // num_ranks),
-            deadline_s=cfg.deadline_s,
-            memory_mib=cfg.memory_mib,
-            first=first,
-            python=python,
-            pass_env=pass_env,
-        )
-    except WorkerError as error:
-        raise ConfigError(str(error)) from error
-
-
-class PoolEnvironment(Environment):
-    """A base for environments that grade in worker processes, by `pool`: each turn alone, as soon as it is there."""
-
-    def job(self, turn: Turn) -> Json:
-        """What a worker gets for the turn, as JSON; None if it needs no worker."""
-        raise NotImplementedError
-
-    def result(self, turn: Turn, graded: Graded | None) -> StepResult:
-        """The result of the turn, by what the worker said; None if job() was None."""
-        raise NotImplementedError
-
-    def step(self, turns: Sequence[Turn]) -> list[StepResult]:
-        jobs = [self.job(turn) for turn in turns]
-        graded = iter(())
-        if self.pool is not None:
-            graded = iter(self.pool.grade([job for job in jobs if job is not None]))
-        results = []
-        for turn, job in zip(turns, jobs, strict=True):
-            if job is None:
-                results.append(self.result(turn, None))
-            else:
-                results.append(self.result(turn, next(graded)))
-        return results
-
-
-class Math(PoolEnvironment):
-    """Reward 1 for the right final answer, else 0. Rules: judges/math.py."""
-
-    def __init__(self, cfg: MathEnvConfig, num_ranks: int):
-        self.strict = cfg.math_verify_impl == "dapo_math_verify"
-        self.self_tests = math.STRICT_SELF_TESTS if self.strict else math.SELF_TESTS
-        self.pool = pool_of(".math:grade", cfg, num_ranks, first=math.FIRST_JOB)
-
-    def job(self, turn: Turn) -> dict:
-        return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
-
-    def result(self, turn: Turn, graded: Graded) -> StepResult:
-        if graded.outcome != "ok":  # the grader failed, or overran its deadline
-            return StepResult(0.0, "error")
-        outcome = graded.value["outcome"]
-        return StepResult(float(outcome == "ok"), outcome, extracted=graded.value["extracted"])
-
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, answer, _ in answers:
-            if not 0 < len(math.gold_answer(answer)) <= math.MAX_ANSWER_CHARS:
-                raise ConfigError(f"{where}: answer {answer[:80]!r} is not a final answer, which env_name 'math' needs")
-
-
-class Code(PoolEnvironment):
-    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: judges/code.py, read_tests.
-
-    Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
-    """
-
-    self_tests = code.SELF_TESTS
-
-    def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
-        self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
-        try:
-            sandbox.run("", "", sandbox.Limits(**self.limits))
-        except sandbox.Unavailable as error:
-            problem = f"this machine cannot run programs this way ({error})"
-            fix = "allow user namespaces and seccomp"
-            if cfg.isolation == "required":
-                fix += ", or set env.code.isolation=none (see docs/tasks.md)"
-            raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
-        # sandbox.py holds the limits; these are for a grader that hangs
-        wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
-        self.pool = pool_of(".code:grade", wider, num_ranks)
-
-    def job(self, turn: Turn) -> dict:
-        fields = {name: turn.fields.get(name) for name in TEST_FIELDS}
-        return {**self.limits, "reply": turn.whole_reply, "answer": turn.answer, "fields": fields}
-
-    def result(self, turn: Turn, graded: Graded) -> StepResult:
-        # `timeout` is the program's; a judge that overran its own deadline has no verdict.
-        if graded.outcome != "ok":
-            return StepResult(0.0, "error")
-        return StepResult(float(graded.value == "ok"), graded.value)
-
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
-        for where, answer, fields in answers:
-            try:
-                code.read_tests(answer, fields)
-            except ValueError as error:
-                raise ConfigError(f"{where}: {error} (env_name 'code')") from error
+WITHOUT_A_PROCESS = {"exact": Exact, "math_multi_reward": MathMultiReward, "reward_model": RewardModelEnv}
+JUDGED = ("math", "code")
 
 
 def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
@@ -139,22 +25,25 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Starts
     processes, so call it before the engine starts. Raises ConfigError.
     """
-    make: dict[str, Callable[[], Environment]] = {
-        "exact": Exact,
-        "math": lambda: Math(cfg.math, num_ranks),
-        "math_multi_reward": MathMultiReward,
-        "code": lambda: Code(cfg.code, num_ranks),
-        "reward_model": RewardModelEnv,
-    }
     if ":" in name:
         environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
-    elif name in make:
-        environment = make[name]()
+    elif name in WITHOUT_A_PROCESS:
+        environment = WITHOUT_A_PROCESS[name]()
+    elif name in JUDGED:
+        environment = _judged(name, cfg, num_ranks)
     else:
-        known = ", ".join(make)
+        known = ", ".join([*WITHOUT_A_PROCESS, *JUDGED])
         raise ConfigError(f"env_name '{name}' is unknown; known: {known}, agents, module:Class, module:function")
     call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
     return environment
+
+
+def _judged(name: str, cfg: EnvConfig, num_ranks: int) -> Environment:
+    with needed_by(f"env_name '{name}'"):
+        from base.graders.judged import Code, Math
+    if name == "math":
+        return Math(cfg.math, num_ranks)
+    return Code(cfg.code, num_ranks)
 
 
 def read_results(name: str, results: object, turns: Sequence[Turn]) -> list[StepResult]:
@@ -218,10 +107,12 @@ def _self_test(name: str, environment: Environment) -> None:
             raise ConfigError(f"env_name '{name}' is broken: reply {reply!r} with answer {answer!r} {outcomes}")
 
 
-def _custom(name: str, attribute: Callable, kwargs: Mapping[str, Json]) -> Environment:
+def _custom(name: str, attribute: Callable, kwargs: "Mapping[str, Json]") -> Environment:
     if not isinstance(attribute, type):
         if kwargs:
             raise ConfigError(f"env_name '{name}' is a function and takes no env.custom arguments: make it a class")
+        with needed_by(f"env_name '{name}'"):
+            from base.graders.reward_function import RewardFunction
         return call(f"env_name '{name}'", RewardFunction, attribute, name)
     environment = call(f"env.custom['{name}']: its class", attribute, **kwargs)
     for method in ("step", "check_answers", "close"):

@@ -10,16 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
-from base.graders.environments import PoolEnvironment, read_results
+from base.graders.environments import read_results
+from base.graders.pool import PoolEnvironment
 from base.system.disk import say
 from base.system.exits import Interrupted, StopRun
 from base.system.imports import describe
 from config import ConfigError
 from envs import Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
-from judges.pool import Graded, WorkerError
+
+if TYPE_CHECKING:
+    from judges.pool import Graded
 
 INSTANT = (Exact, MathMultiReward, RewardModelEnv)  # take no time; a class derived from one of them may
 WAIT_SECONDS = 0.01  # for one source of results, before the next one is looked at
@@ -92,7 +96,7 @@ class Grading:
                     if job is None:
                         self._read(env_name, name, turn, None)
                     else:
-                        self.jobs[env_name][environment.pool.submit(job)] = name, turn
+                        self.jobs[env_name][environment.submit(job)] = name, turn
         elif type(environment) in INSTANT or getattr(environment, "main_thread", False):
             self._grade(env_name, environment.step, *parts)
         else:
@@ -102,14 +106,14 @@ class Grading:
                 threading.Thread(target=self._work, args=(env_name, device), name=env_name, daemon=True).start()
             self.threads[env_name].put(parts)
 
-    def _poll(self, env_name: str, seconds: float) -> dict[int, Graded]:
+    def _poll(self, env_name: str, seconds: float) -> "dict[int, Graded]":
         """The jobs that have ended, by number."""
         try:
-            return self.environments[env_name].pool.poll(seconds)
-        except WorkerError as error:
-            raise StopRun(f"env_name '{env_name}': {error}") from error
+            return self.environments[env_name].poll(seconds)
+        except StopRun as stop:
+            raise StopRun(f"env_name '{env_name}': {stop}") from stop
 
-    def _read(self, env_name: str, name: str, turn: Turn, graded: Graded | None) -> None:
+    def _read(self, env_name: str, name: str, turn: Turn, graded: "Graded | None") -> None:
         self._grade(env_name, lambda turns: [self.environments[env_name].result(turns[0], graded)], {name: turn})
 
     def _grade(self, env_name: str, step: Callable[[list[Turn]], Sequence[StepResult]], *parts: Turns) -> None:
@@ -130,10 +134,10 @@ class Grading:
         `error`; or it ends the run."""
         try:
             yield
-        except WorkerError as error:
-            self.ended.put(StopRun(f"env_name '{env_name}': {error}"))
+        except StopRun as stop:
+            self.ended.put(StopRun(f"env_name '{env_name}': {stop}"))
         except BaseException as error:
-            if isinstance(error, ConfigError | Interrupted | StopRun) or not isinstance(error, Exception | SystemExit):
+            if isinstance(error, ConfigError | Interrupted) or not isinstance(error, Exception | SystemExit):
                 self.ended.put(error)
                 return
             raised = describe(error)

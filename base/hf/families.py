@@ -127,9 +127,7 @@ class Experts:
 
 
 QWEN_EXPERTS = Experts(
-    shared="mlp.shared_expert",
-    shared_size="shared_expert_intermediate_size",
-    shared_gate="mlp.shared_expert_gate",
+    shared="mlp.shared_expert", shared_size="shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate"
 )
 
 

@@ -28,7 +28,7 @@ from base.hf.tokenizer import Tokenizer
 from base.inputs import resume
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset, OnRank0, load_dataset
-from base.system.imports import call
+from base.system.imports import ROOT, call, needed_by
 from config import (
     Config,
     ConfigError,
@@ -151,8 +151,11 @@ def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
     policy = cfg.policy
     force_hf = policy.dtensor_cfg.automodel_kwargs.force_hf
     model = read_model_config(folder, policy.hf_config_overrides, force_hf=force_hf)
-    if policy.compile and not isinstance(model, NativeConfig):
-        kind = model.hf["model_type"]
+    is_native = isinstance(model, NativeConfig)
+    kind = model.hf["model_type"]
+    if not is_native and not (ROOT / "blocks.py").exists():
+        raise ConfigError(f"policy.model_name: a {kind} needs blocks.py, which is not here: restore it, or do without")
+    if policy.compile and not is_native:
         raise ConfigError(f"policy.compile=true: transformers' blocks of a {kind} are not compiled; set it to null")
     return model
 
@@ -259,7 +262,8 @@ class Environments:
     def _make(self, env_name: str) -> envs.Environment:
         if env_name not in self.agents:
             return make_environment(env_name, self.cfg, self.num_ranks)
-        from base.agents.environment import Agent  # a run without agents imports nothing of them
+        with needed_by("env.agents"):
+            from base.agents.environment import Agent  # a run without agents imports nothing of them
 
         return Agent(self.agents[env_name], dict(self.cfg.custom.get(env_name, {})), self.num_ranks)
 

@@ -22,6 +22,17 @@ ROOT = Path(__file__).resolve().parents[2]
 _users_modules: dict[str, ModuleType] = {}  # that have names of ours, which they have only while they are imported
 
 
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """In this block a part of the program is imported that most runs do without, and that a fork may have deleted."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{what} needs the module {error.name}, which is not here: restore it, or do without"
+        ) from error
+
+
 def import_attribute(path: str, key: str) -> Any:
     """The attribute that `path`, "module:name", names; ConfigError with the config key `key` if it has none."""
     module, _, attribute = path.partition(":")

@@ -11,7 +11,7 @@ The answer is the text of the reply's last <answer>, or the whole reply. The rew
 import ast
 from functools import cache
 
-from base.graders.environments import PoolEnvironment
+from base.graders.pool import PoolEnvironment
 from config import ConfigError
 from envs import StepResult
 from judges.pool import GraderPool

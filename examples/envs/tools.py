@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 import envs
-from base.graders.environments import PoolEnvironment
+from base.graders.pool import PoolEnvironment
 from config import ConfigError
 from envs import StepResult, Turn
 from judges import sandbox

@@ -16,7 +16,8 @@ from fakes import FakeEngine, FakeTokenizer
 from samples import sampled, with_grade, with_tokens
 
 import envs
-from base.graders.environments import PoolEnvironment, make_environment
+from base.graders.environments import make_environment
+from base.graders.pool import PoolEnvironment
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import Interrupted, StopRun

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from base.graders.environments import PoolEnvironment
 from base.graders.grading import Grading
+from base.graders.pool import PoolEnvironment
 from base.graders.reward_function import RewardFunction
 from base.system.exits import Interrupted, StopRun
 from config import ConfigError
