@@ -72,7 +72,7 @@ def _read_reply(blocks: list[dict]) -> dict:
     for block in blocks:
         if block["type"] == "tool_use":
             given = block["input"]
-            arguments = given[UNREAD] if given.keys() == {UNREAD} else given
+            arguments = given[UNREAD] if _is_unread(given) else given
             function = {"name": block["name"], "arguments": arguments}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif block["type"] != "redacted_thinking":
@@ -253,11 +253,16 @@ def _blocks(reply: Reply) -> list[dict]:
 
 def _input_of(arguments: str) -> dict:
     given = read_arguments(arguments)
-    if isinstance(given, dict):
+    if isinstance(given, dict) and not _is_unread(given):
         with suppress(ValueError):  # JSON has no NaN
             json.dumps(given, allow_nan=False)
             return given
     return {UNREAD: arguments}
+
+
+def _is_unread(given: dict) -> bool:
+    """Whether it stands for arguments that are no object."""
+    return given.keys() == {UNREAD} and isinstance(given[UNREAD], str)
 
 
 def _emptied(block: dict) -> dict:

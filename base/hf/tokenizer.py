@@ -511,16 +511,17 @@ def _forms(messages: list[dict]) -> Iterator[list[dict]]:
 
 def _with_texts(message: dict) -> dict:
     """With the arguments of its calls as JSON texts."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        arguments = function["arguments"]
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(call | {"function": function | {"arguments": arguments}})
-    if not calls:
+    if not message.get("tool_calls"):
         return message
-    return message | {"tool_calls": calls}
+    return message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: dict) -> dict:
+    if "function" in call:
+        return call | {"function": _with_text(call["function"])}
+    if isinstance(call["arguments"], str):
+        return call
+    return call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
 def encodable(text: str) -> str:

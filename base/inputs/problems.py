@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from base.hf.tokenizer import ControlTokenInText, Tokenizer
+from base.inputs.chats import read_messages, read_tools
 from base.inputs.sources import Source, with_preset
 from base.system.files import Json, read_text
 from base.system.imports import describe, import_attribute
@@ -125,7 +126,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
     given = _first(raw, input_keys)
     if given is None:
         raise no_key(raw, "input_key", input_keys)
-    messages = _chat(given)
+    messages = read_messages(given)
     answer = _first(raw, output_keys)
     has_reply = messages[-1]["role"] == "assistant"
     if cfg.output_key and not has_reply and not _has(raw, cfg.output_key):
@@ -138,7 +139,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
         answer = messages.pop()["content"]
     if not messages:
         raise DataError("no message before the assistant's")
-    return messages, answer, raw.get("tools") or None
+    return messages, answer, read_tools(raw.get("tools"))
 
 
 def no_key(raw: dict, setting: str, names: Sequence[str]) -> DataError:
@@ -186,24 +187,3 @@ def _under(raw: Json, key: str) -> Json:
         return raw.get(key)
     first, _, rest = key.partition(".")
     return _under(raw.get(first), rest)
-
-
-def _chat(messages: Json) -> list[dict]:
-    """The chat messages of a text or a list of messages; a text in parts becomes one text."""
-    if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
-    chat = [message | {"content": _joined(message)} for message in messages]
-    are_texts = all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in chat)
-    if not chat or not are_texts:
-        raise DataError("expected a text or a non-empty list of messages {role, content} with text in both")
-    return chat
-
-
-def _joined(message: dict) -> Json:
-    """The text of a message. A text in parts becomes one text; where a message only calls tools, it is empty."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content)
-    if content is None and message.get("tool_calls"):
-        return ""
-    return content

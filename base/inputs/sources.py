@@ -156,8 +156,8 @@ def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
     def read(number: int) -> dict:
         one = table.slice(number, 1)
         try:
-            (row,) = one.to_pylist()
-        except (ValueError, OverflowError, pyarrow.ArrowException):
+            (row,) = one.to_pylist(maps_as_pydicts="strict")
+        except (KeyError, ValueError, OverflowError, pyarrow.ArrowException):
             return _readable(one)
         return row
 
@@ -187,8 +187,8 @@ def _readable(one: "pyarrow.Table") -> TableRow:
     unreadable = {}
     for column in one.column_names:
         try:
-            (values[column],) = one.column(column).to_pylist()
-        except (ValueError, OverflowError) as error:  # ArrowInvalid is a ValueError
+            (values[column],) = one.column(column).to_pylist(maps_as_pydicts="strict")
+        except (KeyError, ValueError, OverflowError) as error:  # ArrowInvalid is a ValueError
             unreadable[column] = f"column {column!r} cannot be read ({error}): convert it, or name another key"
     return TableRow(values, unreadable)
 

@@ -477,3 +477,53 @@ def test_a_parser_is_named_or_there_is_none(tiny):
     for name in ("nonesuch", "llama3_json"):  # whose <|python_tag|> the tokenizer lacks
         with pytest.raises(ConfigError, match=rf"http_server_serving_chat_kwargs.*({name}|python_tag)"):
             ReplyParser(*given, ChatServerConfig(tool_parser=name))
+
+
+QWEN = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+QWEN += "{{ '<think>\n\n</think>\n\n' if off }}"
+THINKING_OFF = [  # parser, arguments of the run's template, of the request, template, prompt, is the reply content?
+    ("qwen3", {}, {}, QWEN, "q", False),
+    ("qwen3", {"enable_thinking": False}, {}, QWEN, "q", True),
+    ("qwen3", {}, {"enable_thinking": False}, QWEN, "q", True),
+    ("qwen3", {"enable_thinking": False}, {"enable_thinking": True}, QWEN, "q", False),
+    ("qwen3", {"off": True}, {}, QWEN, "q", True),  # a switch of another name
+    ("qwen3", {}, {"off": True}, QWEN, "q /no_think", True),
+    ("qwen3", {}, {}, QWEN, "<think>a</think>", False),  # of another turn
+    ("qwen3", {"off": True}, {}, QWEN.replace("off }}", "off }}<think>"), "q", False),  # and opened again
+    ("qwen3", {"enable_thinking": [1]}, {"enable_thinking": {"a": "\ud800"}}, QWEN, "q", True),  # cannot be read
+    ("glm45", {"enable_thinking": False}, {}, QWEN, "q", True),
+    ("glm45", {}, {}, QWEN, "q", False),
+    ("deepseek_v3", {}, {}, QWEN, "q", True),  # which thinks where it is told to
+    ("deepseek_v3", {"thinking": True}, {}, QWEN, "q", False),
+    ("deepseek_r1", {"enable_thinking": False}, {}, QWEN, "q", False),  # has no switch
+    ("deepseek_r1", {}, {"off": True}, QWEN, "q", True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "own", "asked", "template", "text", "is_content"), THINKING_OFF)
+def test_r2_a_reply_without_a_thought_is_content(name, own, asked, template, text, is_content, tiny):
+    """vLLM#53284, #35230: the parser knows the template's arguments, and what the prompt has closed."""
+    from engine import reply_parsers
+
+    tokenizer = Tokenizer(tiny[0], template, own)
+    tokenizer.backend.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(reasoning_parser=name))
+    ids = tokenizer.render([{"role": "user", "content": text}], template_kwargs=asked)
+    found = parse("The answer is 5.", None, asked, ids)
+    want = (None, "The answer is 5.") if is_content else ("The answer is 5.", "")
+    assert (found.reasoning, found.content) == want
+    assert parse.content_of_beginning("The", None, asked, ids) in (["", "The"] if is_content else [""])
+
+
+@pytest.mark.slow
+def test_r2_a_reply_that_goes_on_behind_a_closed_thought_is_content(tiny):
+    from engine import reply_parsers
+
+    tokenizer = Tokenizer(tiny[0], CHATML)
+    tokenizer.backend.add_tokens(["<think>", "</think>"])
+    parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(reasoning_parser="deepseek_r1"))
+    for opening, reasoning in (("<think>hm</think>It is", None), ("<think>hm", "m")):
+        ids = tokenizer.open_reply_ids([{"role": "user", "content": "q"}, {"role": "assistant", "content": opening}])
+        found = parse("m</think> 5" if reasoning else " 5", None, None, ids)
+        assert (found.reasoning, found.content) == (reasoning, " 5")

@@ -3,8 +3,10 @@
 import gzip
 import json
 import random
+import socket
 import time
 from collections import Counter
+from functools import partial
 from threading import Thread
 from types import SimpleNamespace
 
@@ -12,9 +14,12 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from agent_case import MAX_TOKENS, OPTIONS, TOOLS, eight_calls, endpoint_of, gap_of, post, record_draws, serve
+from agent_case import MAX_TOKENS, OPTIONS, TOOLS, as_calls, eight_calls, endpoint_of, gap_of, post, record_draws, serve
 
 from base.agents.calls import sequence_of
+from base.agents.endpoint import Endpoint, certain_text
+from base.agents.parser import Parsed
+from base.hf.tokenizer import Tokenizer
 from pack import pack_samples, rows_of, to_device
 from records import Grade, Sample
 
@@ -289,8 +294,6 @@ def test_a_key_is_one_rollouts_and_dies_with_it(endpoint, num_guesses):
 
 
 def other_address():
-    import socket
-
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))
@@ -323,6 +326,119 @@ def test_a_client_that_goes_is_forgotten_and_gets_the_same_reply_when_it_asks_ag
         assert len(rollout.rows()) == 1
         rollout.forget(rollout.calls[0].ask)
     endpoint.close(number)
+
+
+REFUSED = [
+    {"stop_token_ids": [128_009]},  # of Llama
+    {"stop_token_ids": [5, 97, 259]},  # one past the last
+    {"stop_token_ids": [1 << 31]},
+    {"stop_token_ids": [1 << 70], "n": 2},
+    {"stop_token_ids": [151_645], "stream": True},
+    {"stop": ["x"] * 17},
+    {"stop": "x" * 1001},
+    {"stop": ["x", "y" * 400_000], "stream": True},
+]
+
+
+def test_h1_m1_values_that_no_engine_takes_cost_their_request(case, endpoint, monkeypatch):
+    """Also those that only the engine knows: what it raises at a request is that request's failure."""
+    key, url = endpoint.open((1,), OPTIONS, -1, 100)
+    tokens = case.engine.vocab_size
+    assert REFUSED[1]["stop_token_ids"][-1] == tokens
+    taken = [{"stop_token_ids": [tokens - 1]}, {"stop": ["y" * 1000] * 16}, {"stop": ["z"] * 16, "stream": True}]
+    bodies = [{"messages": USER} | body for body in [*REFUSED, *taken]]
+    answers = serve(endpoint, [lambda body=body: post(url, body, timeout=60) for body in bodies])
+    assert [answer.status_code for answer in answers] == [400] * len(REFUSED) + [200] * len(taken)
+    assert all(name in answers[i].json()["error"]["message"] for i, name in ((0, f"{tokens} tokens"), (5, "stop")))
+    sequences = {"messages": USER, "max_tokens": 2, "stop_sequences": ["x"] * 17}
+    [answer] = serve(endpoint, [lambda: post(url, sequences, path="/messages")])
+    assert answer.status_code == 400 and "stop_sequences" in answer.json()["error"]["message"]
+
+    add = case.engine.llm.llm_engine.add_request
+    kinds = [ValueError, TypeError, AssertionError, OverflowError, RuntimeError]
+
+    def refuse(request_id, request, params, **how):
+        if params.max_tokens == 7:
+            raise kinds[0]("a value of seven")
+        if params.max_tokens == 6 and int(request_id) % 2:  # the second of two
+            raise ValueError("the second one")
+        add(request_id, request, params, **how)
+
+    monkeypatch.setattr(case.engine.llm.llm_engine, "add_request", refuse)
+    while kinds:
+        bad, good = ({"messages": USER, "max_tokens": size} for size in (7, 3))
+        answers = serve(endpoint, [lambda body=body: post(url, body) for body in (bad, good)])
+        assert [answer.status_code for answer in answers] == [400, 200]
+        assert "a value of seven" in answers[0].json()["error"]["message"]
+        kinds.pop(0)
+    [two] = serve(endpoint, [lambda: post(url, {"messages": USER, "max_tokens": 6, "n": 2})])
+    assert two.status_code == 400 and case.engine.is_idle and not case.engine.unclaimed
+    assert len(endpoint.close(key).calls) == len(taken) + 5 and endpoint.server.faults == []
+
+
+def test_m1_a_streams_text_ends_before_what_may_become_a_stop_string():
+    rng = random.Random(0)
+    for _ in range(3000):
+        text, *strings = ("".join(rng.choices("ab", k=rng.randrange(1, 9))) for _ in range(4))
+        size = len(text)
+        for string in strings:
+            for start in range(1, len(string)):
+                if text.endswith(string[:start]):
+                    size = min(size, len(text) - start)
+        assert certain_text(text, strings) == text[:size]
+
+
+def test_l1_a_client_that_has_closed_its_side_gets_its_answer(case, endpoint):
+    key, url = endpoint.open((1,), OPTIONS, -1, 100)
+    port = endpoint.server.port
+    path = url.partition(f":{port}")[2]
+    wires = {"chat/completions": {}, "responses": {"input": "hi"}, "messages": {"max_tokens": 3}}
+
+    def ask(name, more, version="1.1"):
+        body = json.dumps({"messages": USER} | more | wires[name]).encode()
+        head = f"POST {path}/{name} HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head + body)
+            client.shutdown(socket.SHUT_WR)
+            content = b""
+            while piece := client.recv(10_000):
+                content += piece
+            return content
+
+    asked = [(name, more) for name in wires for more in ({}, {"stream": True})] * 3
+    answers = serve(endpoint, [partial(ask, *words) for words in [*asked, ("chat/completions", {}, "1.0")]])
+    for content in answers:
+        assert content.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), content
+        assert content.endswith(b"}") or content.endswith(b"\n\n") or content.endswith(b"0\r\n\r\n")
+    assert len(endpoint.close(key).calls) == len(answers)
+
+
+def test_f4_the_user_hears_why_no_tool_is_ever_called(case, capfd):
+    def as_text(text, *_):
+        return Parsed(None, text, [])
+
+    as_text.content_of_beginning = lambda text, *_: text
+    as_text.needs_special_tokens = as_text.reads_calls = False
+    blind = Tokenizer(case.tokenizer.file.parent, "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+    for tokenizer, parse, named in (
+        (case.tokenizer, as_text, ["tool_parser"]),
+        (blind, as_calls, ["template does not write them"]),
+        (blind, as_text, ["tool_parser", "template does not write them"]),
+        (case.tokenizer, as_calls, []),
+    ):
+        endpoint = Endpoint(case.engine, tokenizer, case.ranks, parse)
+        _, url = endpoint.open((1,), OPTIONS, -1, 100)
+        bodies = [{"messages": USER} | more for more in ({}, {"tools": TOOLS, "tool_choice": "none"})]
+        bodies += [{"messages": USER, "tools": TOOLS}] * 2
+        capfd.readouterr()
+        for body in bodies[:2]:
+            serve(endpoint, [lambda body=body, url=url: post(url, body)])
+        assert capfd.readouterr().out == ""
+        for body in bodies[2:]:
+            serve(endpoint, [lambda body=body, url=url: post(url, body)])
+        said = capfd.readouterr().out.splitlines()
+        assert len(said) == len(named) and all(word in line for word, line in zip(named, said, strict=True))
+        endpoint.shut_down()
 
 
 def vllms_stop(tokenizer, prompt_ids, ids, stops, stop_ids):

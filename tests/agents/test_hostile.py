@@ -15,7 +15,9 @@ from hostile_agent import TEXTS
 from run_life import Life
 
 from base.agents import server
-from base.agents.parser import ReplyParser
+from base.agents.parser import Parsed, ReplyParser
+from base.agents.wire_anthropic import Messages
+from base.agents.wire_chat import Chat, link_of, read_message
 from base.graders.grading import Grading
 from base.graders.reward_function import RewardFunction
 from base.hf.tokenizer import Tokenizer
@@ -255,6 +257,98 @@ def test_a_call_that_no_client_can_be_sent_stays_text(name, tiny):
         json.dumps([found.content, found.tool_calls], ensure_ascii=False).encode()
     paired = parse(CALLS[name].replace("\\ud800", "ok"), TOOLS)
     assert [call["name"] for call in paired.tool_calls] == ["f"], "the form is one that the parser reads"
+
+
+DEEP = ["[" * 1200, '{"a":' * 1200, "[" * 90_000, "[" * 600 + "]" * 600, '{"a":' * 300 + "1" + "}" * 300]
+DEEP += ['{"a": 1' + "0" * 5000 + "}", '{"a": 1e999}', "NaN", '{"a": "\\ud800"}', '{"": {}}', "", "null", '"\u2028"']
+
+
+@pytest.mark.parametrize("arguments", DEEP, ids=range(len(DEEP)))
+def test_h2_what_a_policy_writes_is_no_fault(case, arguments, monkeypatch, capfd):
+    """Over each wire the reply is given and trained, and the next call goes on from it. A policy that has collapsed
+    into one bracket writes such arguments, and some parsers hand them on unread."""
+
+    def parse(text, tools, *_):
+        calls = [{"name": "f", "arguments": arguments}]
+        return Parsed(None, None, calls if tools else [])
+
+    parse.content_of_beginning = lambda *_: ""
+    parse.needs_special_tokens = parse.reads_calls = True
+    monkeypatch.setattr(case.endpoint, "parse", parse)
+    key, url = case.endpoint.open((1,), OPTIONS, -1, 100)
+    rollout = case.endpoint.rollouts[key]
+
+    def ask(path, body):
+        [answer] = serve(case.endpoint, [lambda: post(url, body, path=path)])
+        assert answer.status_code == 200, answer.text[:300]
+        return answer.json()
+
+    function = TOOLS[0]["function"]
+    tools = {"tools": TOOLS}
+    message = ask("/chat/completions", {"messages": USER} | tools)["choices"][0]["message"]
+    result = {"role": "tool", "content": "1", "tool_call_id": message["tool_calls"][0]["id"]}
+    ask("/chat/completions", {"messages": [*USER, message, result]} | tools)
+    tools = {"tools": [{"type": "function"} | function]}
+    items = ask("/responses", {"input": USER} | tools)["output"]
+    output = {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "1"}
+    ask("/responses", {"input": [*USER, *items, output]} | tools)
+    tools = {"tools": [{"name": "f", "input_schema": function["parameters"]}], "max_tokens": 5}
+    blocks = ask("/messages", {"messages": USER} | tools)["content"]
+    given = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "1"}]}
+    ask("/messages", {"messages": [*USER, {"role": "assistant", "content": blocks}, given]} | tools)
+    assert [call.parent is not None for call in rollout.calls[:6]] == [False, True] * 3
+    assert case.endpoint.server.faults == [] and capfd.readouterr().err == ""
+    case.endpoint.close(key)
+
+
+def test_h2_replies_that_this_program_cannot_give_do_not_end_the_run(case, monkeypatch, capfd):
+    monkeypatch.setattr(server, "MAX_FAULTS", 1)
+
+    def reply(*_):
+        raise KeyError("cannot be written")
+
+    for path, wire in (("/chat/completions", Chat), ("/messages", Messages)):
+        monkeypatch.setattr(wire, "reply", reply)
+        key, url = case.endpoint.open((1,), OPTIONS, -1, 100)
+        body = {"messages": USER, "max_tokens": 2}
+        answers = serve(case.endpoint, [lambda path=path, url=url: post(url, body, path=path)] * 6)  # noqa: B023
+        assert {answer.status_code for answer in answers} == {500}
+        while case.endpoint.rollouts[key].calls:
+            case.endpoint.before_step()
+        case.endpoint.close(key)
+    assert case.endpoint.server.faults == [] and capfd.readouterr().err.count("cannot be written") == 1
+
+
+BAR, GAP = "\uff5c", "\u2581"  # of DeepSeek's marks
+CALL_FORMS = {  # parser -> a call with these arguments
+    "deepseek_v3": "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f\n```json\n%s\n```<|tool_call_end|>"
+    "<|tool_calls_end|>",
+    "deepseek_v31": "<|tool_calls_begin|><|tool_call_begin|>f<|tool_sep|>%s<|tool_call_end|><|tool_calls_end|>",
+    "gigachat3": 'function call<|role_sep|>\n{"name": "f", "arguments": %s}',
+    "ernie45": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>\n',
+    "hermes": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+    "xlam": '[{"name": "f", "arguments": %s}]',
+}
+
+
+@pytest.mark.parametrize("name", CALL_FORMS)
+def test_h2_what_vllms_parsers_make_of_brackets_is_read(name, tiny):
+    from engine import reply_parsers
+
+    form = CALL_FORMS[name]
+    if name.startswith("deepseek"):
+        form = form.replace("|", BAR).replace("_", GAP)
+    tokenizer = Tokenizer(tiny[0])
+    tokenizer.backend.add_tokens(["<think>", "</think>", "<response>", "</response>", *re.findall("<[^<> ]+>", form)])
+    parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(tool_parser=name))
+    num_calls = []
+    for arguments in ('{"a": 1}', *DEEP):
+        found = parse(form % arguments, TOOLS)
+        calls = [{"function": call} for call in found.tool_calls]
+        message = read_message({"role": "assistant", "content": found.content, "tool_calls": calls})
+        assert len(link_of(message)) == 32
+        num_calls.append(len(calls))
+    assert num_calls[0] == 1
 
 
 def connect(port, content):

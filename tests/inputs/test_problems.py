@@ -1,5 +1,6 @@
 """What is read of a row in each of its forms, and what a user hears of a row that is wrong."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,110 @@ def test_a_named_key_that_a_row_lacks_is_an_error_in_every_environment(tokenizer
 )
 def test_the_answer_of_gsm8k_follows_its_last_mark(tokenizer, answer, final):
     assert load(tokenizer, [GOOD | {"output": answer}]).problems[0].answer == final
+
+
+def parameters(**types):
+    return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
+
+
+def function(name, schema):
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def called(name, arguments, **more):
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+    } | more
+
+
+F, G = function("f", parameters(a="string")), function("g", parameters(a="string", b="integer"))
+TOOL_ROWS = [  # with the nulls that an arrow table adds: of g's b to f, of the arguments of one call to the other
+    {"messages": [USER], "tools": [F], "output": "2"},
+    {"messages": [USER], "tools": [F, G], "output": "2"},
+    {"messages": [USER, called("f", {"a": "x"}), {"role": "tool", "content": "1"}], "tools": [F, G], "output": "2"},
+    {"messages": [USER, called("g", {"a": "y", "b": 3}), {"role": "tool", "content": "1", "name": "g"}], "output": "2"},
+]
+SHOWS_ALL = (
+    "{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}{% if 'tool_calls' in m %}{% for c in "
+    "m.tool_calls %}{{ c | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}{{ 'name' in m }}{% endfor %}"
+)
+
+
+def in_texts(row):
+    """As datasets have it whose columns hold no objects of several forms."""
+    texts = json.loads(json.dumps(row))
+    if "tools" in texts:
+        texts["tools"] = json.dumps(texts["tools"])
+    for message in texts["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return texts
+
+
+def test_r1_tools_and_calls_are_the_same_from_each_kind_of_file(tokenizer):
+    """TRL#5118, axolotl#3136: parquet adds null keys, and JSON comes as text: as a whole, or object by object."""
+    shows_all = Tokenizer(tokenizer.file.parent, SHOWS_ALL)
+    want = load(shows_all, TOOL_ROWS).problems
+    assert '"b"' not in shows_all.decode(want[0].prompt_ids) and "null" not in shows_all.decode(want[2].prompt_ids)
+    pyarrow = pytest.importorskip("pyarrow")
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    table = pyarrow.Table.from_pylist(TOOL_ROWS)
+    padded = table.to_pylist()
+    assert padded[0]["tools"][0]["function"]["parameters"]["properties"]["b"] is None
+    write(table, "rows.parquet")
+    texts = [in_texts(row) for row in TOOL_ROWS]
+    write(pyarrow.Table.from_pylist(texts), "texts.parquet")
+    each_text = [row | {"tools": [json.dumps(tool) for tool in row.get("tools", ())]} for row in TOOL_ROWS]
+    part_texts = json.loads(json.dumps(TOOL_ROWS))
+    part_texts[0]["tools"][0]["function"]["parameters"] = json.dumps(F["function"]["parameters"])
+    part_texts[1]["tools"][1]["function"]["parameters"]["properties"]["b"] = '{"type": "integer"}'
+    part_texts[2]["messages"][1]["tool_calls"] = json.dumps(part_texts[2]["messages"][1]["tool_calls"])
+    part_texts[3]["messages"] = json.dumps(part_texts[3]["messages"])
+    loaded = [load(shows_all, rows).problems for rows in (padded, texts, each_text, part_texts)]
+    loaded += [load(shows_all, [], data_path=file).problems for file in ("rows.parquet", "texts.parquet")]
+    for found in loaded:
+        assert [row.prompt_ids for row in found] == [row.prompt_ids for row in want]
+        assert [(row.messages, row.tools) for row in found] == [(row.messages, row.tools) for row in want]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, called("f", {"a": [1, None]}), {"role": "tool", "content": "1"}]},
+        {"messages": [USER, called("f", '{"a": null}'), {"role": "tool", "content": "1"}]},
+        {"messages": [USER], "tools": json.dumps([function("f", {"properties": {"a": {"default": None}}})])},
+    ],
+)
+def test_r1_a_null_in_a_list_or_in_a_text_is_meant(tokenizer, row):
+    (found,) = load(Tokenizer(tokenizer.file.parent, SHOWS_ALL), [row | {"output": "2"}]).problems
+    assert "null" in tokenizer.decode(found.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tools": "search the web"}, "tools: expected a list"),
+        ({"tools": '{"type": "function"}'}, "tools: expected a list"),
+        ({"tools": ["search"]}, "a tool: expected an object"),
+        ({"tools": [{"function": "search"}]}, "function: expected an object"),
+        ({"tools": [{"function": {"name": "f", "parameters": "none"}}]}, "parameters: expected an object"),
+        ({"messages": [USER, called("f", "{'a': 1}"), USER]}, "arguments: expected an object"),
+        ({"messages": [USER, called("f", "[1]"), USER]}, "arguments: expected an object"),
+        ({"messages": [USER, called("f", [1]), USER]}, "arguments: expected an object"),
+        ({"messages": [USER, called("f", "[" * 5000), USER]}, "arguments: expected an object"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": "f(x)"}, USER]}, "tool_calls: expected a list"),
+    ],
+)
+def test_r1_what_is_no_tool_and_no_call_is_refused(tokenizer, change, named):
+    message = refused(tokenizer, [GOOD, GOOD | {"messages": [USER]} | change])
+    assert message.startswith("rows.jsonl:2: ") and named in message
+
+
+def test_r5_a_null_content_beside_calls_stays_null(tokenizer):
+    template = "{% for m in messages %}{{ 'CALLS' if m.content is none else m.content }}{% endfor %}"
+    row = {"messages": [USER, called("f", {}), {"role": "tool", "content": "1"}], "output": "2"}
+    (found,) = load(Tokenizer(tokenizer.file.parent, template), [row]).problems
+    assert tokenizer.decode(found.prompt_ids) == "aCALLS1"
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {}
