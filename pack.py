@@ -168,7 +168,7 @@ def make_minibatches(
     for shares in minibatch_shares:
         for rank, share in enumerate(shares):
             needed[rank] += [row.sequence for part in share for row in part]
-    move_tokens(needed)
+    move_tokens(needed, ranks.bridge)
     minibatches = []
     for shares in minibatch_shares:
         packs = pack_samples(shares[ranks.rank], max_tokens)

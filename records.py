@@ -215,7 +215,8 @@ class TokenSequence:
     agent asked for each reply, as JSON, on the holder alone (base/agents/calls.py).
 
     holder: the only rank that has the tokens; None: all have them. base/system/exchange.py moves them. All ranks have
-    the numbers of tokens and the versions, which `count_tokens` sets.
+    the numbers of tokens and the versions, which `count_tokens` sets. place: in a split job, among all that the
+    generators have held.
 
     Example (one turn): prompt_ids [5, 7, 2], tokens make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13],
     mask=True), turns [0], turn_tokens [2].
@@ -227,6 +228,7 @@ class TokenSequence:
     turn_tokens: list[int] = field(default_factory=list)
     calls: list[dict] = field(default_factory=list)
     holder: int | None = None
+    place: int = -1
     num_env_tokens: int = 0
     num_output_tokens: int = 0
     num_mask_tokens: int = 0

@@ -131,7 +131,7 @@ def build(
     if ranks.bridge:
         from run.split.generators import Generators
 
-        return model, Generators(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg)
+        return model, Generators(ranks, full_shapes(model), inputs.tokenizer, cfg)
     sampler = build_sampler(cfg, inputs, ranks, device, stop)
     sampler.engine.sleep()
     return model, sampler

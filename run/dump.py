@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from base.hf.tokenizer import Tokenizer
 from base.inputs.resume import VERSION, of_this_program
-from base.system.exchange import held_here, move_tokens
+from base.system.exchange import holders_of, move_tokens
 from base.system.ranks import gather
 from head import response_logps
 from pack import Row, assign_to_ranks, empty_pack, pack_samples, rows_of, to_device
@@ -42,7 +42,7 @@ T = TypeVar("T")
 # Of each token in a rank's file, where the sequences lie back to back; a column is called as here with `_T`.
 DUMPED = np.dtype([*((name, TOKEN[name]) for name in TOKEN.names), ("trainer_logp", "f4"), ("entropy", "f4")])
 NOT_RECORDED = ("sequences", "grade", "messages", "engine", "is_filtered", "number", "advantage")
-NOT_RECORDED += ("tokens", "calls", "holder", "num_mask_tokens")
+NOT_RECORDED += ("tokens", "calls", "holder", "place", "num_mask_tokens")
 RECORDED = {
     kind: [field.name for field in fields(kind) if field.name not in NOT_RECORDED]
     for kind in (Sample, TokenSequence, Grade)
@@ -63,9 +63,14 @@ def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int
     rank = run.ranks.rank
     temporary = run.folder / "rollouts" / f"step_{step:06d}.tmp"
     rows = rows_of(trained)
-    is_held = held_here(row.sequence for row in rows)
-    held = [number for number, is_here in enumerate(is_held) if is_here]
-    move_tokens([[row.sequence for row in rows]])  # rank 0 writes the texts of all
+    sequences = [row.sequence for row in rows]
+    held_by: list[list[int]] = [[] for _ in range(run.ranks.world_size)]
+    for number, holder in enumerate(holders_of(sequences)):
+        held_by[holder].append(number)
+    needed = [[sequences[number] for number in numbers] for numbers in held_by]
+    needed[0] = sequences  # rank 0 writes the texts of all
+    move_tokens(needed, run.ranks.bridge)
+    held = held_by[rank]
     tensors = _columns(run, [rows[number] for number in held])
     tensors["sample_S"] = torch.tensor(held, dtype=torch.int32)
     tensor_file = temporary / f"rank_{rank:03d}.safetensors"

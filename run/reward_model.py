@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from attention import PackLayout
 from base.hf.model_config import ModelConfig
 from base.hf.tokenizer import Tokenizer
-from base.system.exchange import held_here
+from base.system.exchange import holders_of
 from base.system.ranks import any_rank, fsdp_mesh, gather
 from config import Config, DataError
 from model import Decoder, load_policy
@@ -65,8 +66,9 @@ class RewardModel:
     def grade(self, samples: Sequence[Sample], engine: Engine) -> None:
         """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps
         meanwhile, and keeps its weights."""
-        is_held = held_here(sample.sequence for sample in samples)
-        kept = [sample for sample, is_here in zip(samples, is_held, strict=True) if is_here and sample.messages]
+        rank = dist.get_rank()
+        holders = holders_of(sample.sequence for sample in samples)
+        kept = [sample for sample, holder in zip(samples, holders, strict=True) if holder == rank and sample.messages]
         if not any_rank(len(kept) > 0):
             return
         engine.sleep(keep_weights=True)

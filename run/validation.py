@@ -126,5 +126,5 @@ def sample_sets(cfg: Config, inputs: RunInputs, sampler: Sampler) -> Iterator[tu
             with Progress(f"validation, {name}, {mode}: {len(problems) * num_samples:,} answers"):
                 samples = sampler.sample(problems, num_samples, options, (cfg.grpo.seed, -1))
             logged = samples[:num_logged]
-            move_to_log(logged)
+            move_to_log(logged, sampler.ranks.bridge)
             yield name, mode, samples

@@ -1,7 +1,8 @@
 """Samples between ranks: what is known of them to all ranks, their tokens to the ranks that need them.
 
 All ranks hold the same samples in the same order. Only the `holder` of a sequence has its tokens, until it sends them;
-a sample's sequences have one holder. No other file reads `TokenSequence.holder`.
+a sample's sequences have one holder, which is a generator in a split job. Beside run/split no other file reads
+`TokenSequence.holder`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,20 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from base.system.ranks import gather
+from base.system.ranks import Bridge, gather
 from records import TOKEN, Sample, TokenSequence
 
 
-def held_here(sequences: Iterable[TokenSequence]) -> list[bool]:
-    """Of each sequence, whether this rank has to pass on the tokens, or what is made of them: each is one rank's. Those
-    that all ranks have are dealt to them."""
-    rank = dist.get_rank()
+def holders_of(sequences: Iterable[TokenSequence]) -> list[int]:
+    """Of each sequence the rank that has to pass on its tokens, or what is made of them. Those that all ranks have, or
+    a generator of a split job, are dealt."""
     size = dist.get_world_size()
-    held = []
+    holders = []
     for number, sequence in enumerate(sequences):
-        holder = number % size if sequence.holder is None else sequence.holder
-        held.append(holder == rank)
-    return held
+        is_dealt = sequence.holder is None or sequence.holder >= size
+        holders.append(number % size if is_dealt else sequence.holder)
+    return holders
 
 
 def share_samples(samples: list[Sample], part_names: Sequence[str]) -> None:
@@ -48,20 +48,38 @@ def _without_tokens(sample: Sample, part_names: Sequence[str]) -> Sample:
     """What all ranks are told of a sample."""
     grade = sample.grade
     grade.rewards = {name: grade.rewards[name] for name in part_names if name in grade.rewards}
-    sequences = []
-    for sequence in sample.sequences:
-        prompt_ids = sequence.prompt_ids if sample.is_led else []
-        sequences.append(replace(sequence, tokens=np.zeros(0, TOKEN), calls=[], prompt_ids=prompt_ids))
+    told = without_tokens(sample)
+    for sequence in told.sequences:
+        sequence.calls = []
+        if not sample.is_led:
+            sequence.prompt_ids = []
+    return told
+
+
+def without_tokens(sample: Sample) -> Sample:
+    """A copy of the sample with the numbers of tokens alone."""
+    sequences = [replace(sequence, tokens=np.zeros(0, TOKEN)) for sequence in sample.sequences]
     return replace(sample, sequences=sequences, messages=[])
 
 
-def move_tokens(needed: Sequence[Sequence[TokenSequence]]) -> None:
+def move_tokens(needed: Sequence[Sequence[TokenSequence]], bridge: Bridge | None = None) -> None:
     """Gives rank i the tokens of the sequences needed[i], in place: one all_to_all, or none where all ranks have them.
-    All ranks pass the same lists; a rank that has no list needs none."""
+    All ranks pass the same lists; a rank that has no list needs none. bridge: of a split job, in which all trainers
+    call this, and the generators send."""
     if all(sequence.holder is None for sequences in needed for sequence in sequences):
         return
-    rank = dist.get_rank()
-    size = dist.get_world_size()
+    group = None
+    if bridge is not None:
+        bridge.ask_for_tokens(needed)
+        group = bridge.objects
+    send_tokens(needed, group)
+
+
+def send_tokens(needed: Sequence[Sequence[TokenSequence]], group: dist.ProcessGroup | None = None) -> None:
+    """As `move_tokens`, among the ranks of the group, whose ranks the holders are. A collective."""
+    group = group or dist.group.WORLD
+    rank = group.rank()
+    size = group.size()
     lists = [_each_once(sequences) for sequences in needed]
     lists += [[] for _ in range(size - len(lists))]
     sent: list[np.ndarray] = [np.zeros(0, TOKEN)]  # in the order of the ranks that get them
@@ -76,7 +94,7 @@ def move_tokens(needed: Sequence[Sequence[TokenSequence]]) -> None:
         bytes_in[sequence.holder] += TOKEN.itemsize * sequence.num_output_tokens
     outgoing = np.concatenate(sent).view(np.uint8)
     incoming = np.empty(sum(bytes_in), np.uint8)
-    dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing), bytes_in, bytes_out)
+    dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing), bytes_in, bytes_out, group)
     tokens = incoming.view(TOKEN)
     start = 0
     for sequence in received:
@@ -85,9 +103,9 @@ def move_tokens(needed: Sequence[Sequence[TokenSequence]]) -> None:
         start = end
 
 
-def move_to_log(samples: Sequence[Sample]) -> None:
+def move_to_log(samples: Sequence[Sample], bridge: Bridge | None) -> None:
     """Gives rank 0, which writes the log, these samples' tokens, and all ranks what agents asked. A collective."""
-    move_tokens([[sequence for sample in samples for sequence in sample.sequences]])
+    move_tokens([[sequence for sample in samples for sequence in sample.sequences]], bridge)
     move_calls(samples)
 
 

@@ -4,7 +4,7 @@ import math
 import os
 import random
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from base.system.disk import say
 from base.system.exits import NO_PEERS, Interrupted, Peers, StopRun, host_name
 from config import ConfigError
+from records import TokenSequence
 
 T = TypeVar("T")
 # More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
@@ -31,6 +32,10 @@ class Bridge(Protocol):
 
     num_trainers: int
     objects: dist.ProcessGroup  # of all ranks of the job
+
+    def ask_for_tokens(self, needed: Sequence[Sequence[TokenSequence]]) -> None:
+        """The generators begin their part of `exchange.send_tokens`. A collective of all trainers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

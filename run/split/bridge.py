@@ -6,8 +6,8 @@ groups join the sides: one of all ranks for objects, and one of trainer 0 and th
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from base.system.ranks import COLLECTIVE_TIMEOUT
+from records import TokenSequence
 
 T = TypeVar("T")
 Shapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of tensors, in the order in which they are sent
@@ -27,6 +28,10 @@ class Bridge:
     num_trainers: int
     objects: dist.ProcessGroup  # of all ranks of the job
     weights: dist.ProcessGroup | None  # None for trainers but the first, which have no part in it
+    # Of a generator: the sequences of the step whose tokens may be asked for, by `TokenSequence.place`.
+    held: dict[int, TokenSequence] = field(default_factory=dict)
+    num_held: int = 0  # of all steps
+    first_of_step: int = 0  # the place of the first one after the newest sync
 
     def announce(self, *, async_op: bool = False) -> dist.Work | None:
         """Waits for trainer 0, whose request follows. async_op: the wait only begins. A collective of both sides."""
@@ -37,6 +42,25 @@ class Bridge:
         shared = [value]
         dist.broadcast_object_list(shared, group_src=root, group=self.objects)
         return shared[0]
+
+    def ask_for_tokens(self, needed: Sequence[Sequence[TokenSequence]]) -> None:
+        """The generators begin their part of `exchange.send_tokens`. A collective of all trainers."""
+        places = [[sequence.place for sequence in sequences] for sequences in needed]
+        self.announce()
+        self.broadcast(("tokens", places), root=0)
+
+    def hold_tokens(self, sequences: Sequence[TokenSequence]) -> None:
+        """The generators hold these sequences, of which each has the tokens on one of them."""
+        for sequence in sequences:
+            sequence.holder += self.num_trainers  # as a rank of the job
+            sequence.place = self.num_held
+            self.held[sequence.place] = sequence
+            self.num_held += 1
+
+    def drop_tokens(self) -> None:
+        """At a sync: what was held at the sync before. The step that ends is logged only later."""
+        self.held = {place: sequence for place, sequence in self.held.items() if place >= self.first_of_step}
+        self.first_of_step = self.num_held
 
     def send_weights(self, tensors: Iterable[Tensor]) -> None:
         """The trainers' part, while all generators are in `receive_weights`. Trainer 0 sends the tensors; the other

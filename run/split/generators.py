@@ -14,23 +14,24 @@ from torch import Tensor
 from ahead import AheadSampler, Batch, InFlight, draw_ahead
 from base.hf.tokenizer import Tokenizer
 from base.inputs.mixing import Cursor, Mixture
-from base.system.exchange import move_calls, move_tokens
+from base.system.exchange import move_calls, send_tokens, without_tokens
 from base.system.exits import Interrupted, Saved, StopRun
-from base.system.ranks import any_rank, gather
+from base.system.ranks import Ranks, any_rank, gather
 from base.system.watchdog import Watchdog
 from config import Config
 from records import Completion, Sample, SamplingOptions, Weights
 from rollout import Prompts, Sampler
-from run.split.bridge import Bridge, Shapes
+from run.split.bridge import Shapes
 
 
 class Generators(AbstractContextManager):
     """The generators, as an engine and a sampler in one. Every method is a collective of all trainers, and raises what
     the generators raised: Interrupted, StopRun. On exit they end, unless this rank alone may have failed."""
 
-    def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
+    def __init__(self, ranks: Ranks, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
         self.engine = self
-        self.bridge = bridge
+        self.ranks = ranks
+        self.bridge = ranks.bridge
         self.shapes = shapes  # of the weights that a sync sends
         self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
         self.vocab_size = tokenizer.vocab_size
@@ -106,6 +107,10 @@ def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> No
     while (request := _next_request(sampler, watchdog))[0] != "end":
         task, *arguments = request
         watchdog.enter(task)
+        if task == "tokens":
+            (places,) = arguments
+            send_tokens([[bridge.held[place] for place in of_rank] for of_rank in places], bridge.objects)
+            continue
         if task == "start":
             conversations = sampler.start(*arguments)
             sampler.in_flight.append(Batch(conversations, cursor_after={}))  # the trainers have the cursor
@@ -138,26 +143,21 @@ def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.dev
             raise Interrupted
         if task == "finish":
             batch = sampler.in_flight.popleft()
-            return with_tokens(sampler.finish(batch.started))
-        return with_tokens(sampler.sample(*arguments))
+            samples = sampler.finish(batch.started)
+        else:
+            samples = sampler.sample(*arguments)
+        move_calls(samples)
+        ranks.bridge.hold_tokens([sequence for sample in samples for sequence in sample.sequences])
+        return [without_tokens(sample) for sample in samples]
     if task == "canary":
         *inputs, may_stop = arguments
         replies = gather(engine.generate(*inputs, may_stop=may_stop))
         return [reply for of_engine in replies[:: ranks.tp_size] for reply in of_engine]
     assert task == "weight_sync", task
     version, shapes = arguments
+    ranks.bridge.drop_tokens()
     watchdog.step = version + 1  # the step that will be sampled with these weights
     while engine.drains and not (engine.is_idle or engine.should_stop()):
         sampler.step()  # responses end before the sync, unless a signal asks the run to stop
     num_bytes = engine.sync(ranks.bridge.receive_weights(shapes, engine.dtype, device), version)
     return num_bytes, sampler.groups_under_way()
-
-
-def with_tokens(samples: list[Sample]) -> list[Sample]:
-    """All tokens on the first generator, which sends all trainers all samples. A collective of all generators."""
-    sequences = [sequence for sample in samples for sequence in sample.sequences]
-    move_tokens([sequences])
-    move_calls(samples)
-    for sequence in sequences:
-        sequence.holder = None
-    return samples

@@ -29,7 +29,7 @@ from rollout import Sampler
 
 SETTINGS = ("checkpointing.save_period=2", "checkpointing.keep_latest=9", "grpo.max_num_steps=10", "grpo.val_period=5")
 SETTINGS += ("logger.tensorboard_enabled=false", "checkpointing.save_hf_at_end=false", "grpo.canary_period=3")
-SETTINGS += ("grpo.max_val_samples=4",)
+SETTINGS += ("grpo.max_val_samples=4", "logger.dump_rollouts=5")
 COLOCATED = "policy.generation.colocated"
 SPLIT = (f"{COLOCATED}.enabled=false", f"{COLOCATED}.resources.gpus_per_node=1")
 HASTY = ("watchdog.min_seconds=3", "watchdog.factor=2")

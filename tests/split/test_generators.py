@@ -55,6 +55,11 @@ def test_ten_steps_are_those_of_a_job_that_is_not_split(jobs):
     """One trainer and one generator; with validation, canary and the bytes of each sync."""
     assert jobs["colocated"]["codes"] == [0] and jobs["split"]["codes"] == [0, 0], jobs["split"]["log"]
     assert_same(jobs["colocated"], jobs["split"])
+    dumps = [load_file(Path(jobs[name]["run"]) / "rollouts/step_000006/rank_000.safetensors") for name in jobs]
+    assert len(dumps[0]["id_T"]) > 100 and dumps[0].keys() == dumps[1].keys()
+    for name in dumps[0]:
+        one, other = (dump[name].nan_to_num(9) for dump in dumps)
+        assert torch.equal(one, other), name
     steps = [line for line in records(jobs["split"], "metrics.jsonl") if "train/loss" in line]
     assert [line["step"] for line in steps] == [*range(1, 11)] and all(line["train/grad_norm"] > 0 for line in steps)
     assert sum("train/canary_logp_gap" in line for line in steps) == 3

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -28,11 +29,11 @@ import replay
 from advantages import step_advantages
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
-from base.system.exchange import held_here, move_to_log, move_tokens
+from base.system.exchange import holders_of, move_to_log, move_tokens, send_tokens, without_tokens
 from base.system.ranks import gather, start_process_group
 from metrics import sample_metrics, summarize
-from pack import make_minibatches, pack_samples, rows_of
-from records import Problem, Sample, TokenSequence, groups_of, make_tokens
+from pack import assign_to_ranks, make_minibatches, pack_samples, rows_of
+from records import TOKEN, Problem, Sample, TokenSequence, groups_of, make_tokens
 from rollout import Sampler, sample_step
 from run import steps as steps_module
 
@@ -161,8 +162,8 @@ def hashes_of(minibatches):
 def pickled(samples):
     """The same samples with all tokens on all ranks, as objects, and numbers counted from the tokens."""
     here = []
-    for s, is_held in zip(samples, held_here(s.sequence for s in samples), strict=True):
-        if is_held:
+    for s, holder in zip(samples, holders_of(s.sequence for s in samples), strict=True):
+        if holder == dist.get_rank():
             counted_anew = replace(s.sequence, holder=None, num_output_tokens=0, num_mask_tokens=0)
             here.append(replace(s, sequences=[counted_anew]))
     return sorted((sample for share in gather(here) for sample in share), key=lambda s: (s.prompt, s.index))
@@ -173,7 +174,7 @@ def answer_of(trained, generated, cfg, ranks):
     minibatches = make_minibatches(trained, adv_B, cfg, ranks, CPU)
     names = "row_id index grade finish_reason oldest_version".split()
     logged = trained[: cfg.logger.num_samples_to_log]
-    move_to_log(logged)
+    move_to_log(logged, None)
     shown = logged if ranks.rank == 0 else []
     return {
         "packs": hashes_of(minibatches),
@@ -279,6 +280,63 @@ def test_who_packs_tokens_that_never_came_is_told():
     sample = Sample(0, 0, 0, [TokenSequence([5, 7], holder=3, num_output_tokens=2)])
     with pytest.raises(AssertionError, match="tokens of group 0 are not here"):
         pack_samples([rows_of([sample])], 10)
+
+
+NUM_TRAINERS, JOB_SIZE = 48, 64
+
+
+def rows_of_job(rank):
+    """32 groups of 8, of which 16 generators hold the tokens, as a rank has them. None: as if one had all."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for number in range(256):
+        length = int(rng.integers(1, 400))
+        holder = NUM_TRAINERS + number % (JOB_SIZE - NUM_TRAINERS)
+        tokens = make_tokens(rng.integers(0, 1000, length), logp=-rng.random(length), version=number, mask=True)
+        sample = Sample(number // 8, number % 8, 0, sequences=[TokenSequence([5, 7], tokens, holder=holder)])
+        samples.append(sample if rank in (None, holder) else without_tokens(sample))
+    return rows_of(samples)
+
+
+def sent_to_trainers(rank, wires):
+    """(the rows of a rank of a split job after `send_tokens`, those that it trains, the bytes that it got). wires:
+    (from, to) -> bytes, of all ranks; those of this rank are added."""
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: JOB_SIZE)
+    rows = rows_of_job(rank)
+    shares = [[row for part in share for row in part] for share in assign_to_ranks(rows, NUM_TRAINERS, 500, True)]
+    num_bytes = []
+
+    def all_to_all(incoming, outgoing, bytes_in, bytes_out, of_group):
+        assert of_group is group
+        ends = np.cumsum(bytes_out)
+        for other, part in enumerate(np.split(outgoing.numpy(), ends[:-1])):
+            wires[rank, other] = part
+        received = [wires.get((other, rank), np.zeros(size, np.uint8)) for other, size in enumerate(bytes_in)]
+        assert [len(part) for part in received] == bytes_in
+        incoming[:] = torch.from_numpy(np.concatenate(received))
+        num_bytes.append(sum(bytes_in))
+
+    with mock.patch.object(dist, "all_to_all_single", all_to_all):
+        send_tokens([[row.sequence for row in share] for share in shares], group)
+    return rows, shares[rank] if rank < NUM_TRAINERS else [], num_bytes
+
+
+def test_in_a_split_job_no_rank_gets_what_it_does_not_train():
+    """64 ranks, one after the other: in a second round each gets what all have sent in the first."""
+    wires, whole, trained = {}, rows_of_job(None), set()
+    for rank in range(JOB_SIZE):
+        sent_to_trainers(rank, wires)
+    for rank in range(JOB_SIZE):
+        rows, mine, num_bytes = sent_to_trainers(rank, wires)
+        assert num_bytes == [TOKEN.itemsize * sum(row.sequence.num_output_tokens for row in mine)]
+        here = {id(row.sequence) for row in mine}
+        for row, original in zip(rows, whole, strict=True):
+            if id(row.sequence) in here:
+                assert row.sequence.tokens.tobytes() == original.sequence.tokens.tobytes()
+                trained.add((row.sample.prompt, row.sample.index))
+            elif row.sequence.holder != rank:
+                assert len(row.sequence.tokens) == 0
+    assert len(trained) == 256
 
 
 def test_nothing_moves_where_all_ranks_have_all_tokens():
