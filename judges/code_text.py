@@ -8,15 +8,25 @@ from textwrap import dedent
 from typing import NamedTuple
 
 from .codec import Json
+from .reply import behind_thought
 
 MAX_PARSED_CHARS = 100_000  # of Python code: 0.2 s
 MAX_READINGS = 5  # of one block, and so many blocks
 FENCE = re.compile(r"(.*?)(?:`{3,}|~{3,})([^`~]*)$")  # a line with a fence: what is before it, its info string
 PYTHON = re.compile(r"(?i)\W*(?:python|py)[\d.]*(?!\w)")  # an info string: py, python3.11, {.python}
-LANGUAGE_LINE = re.compile(r"(?i)\s*(?:python|py)[\d.]*[ \t]*\n")  # an info string that slipped into the block
+# An info string that slipped into the block, and a heading of one word, which Python would run as a name.
+NO_CODE = re.compile(r"(?:\s*(?:(?i:python|py)[\d.]*|[A-Z][a-z]+)[ \t]*\n)+")
 # A line that stands for a fence: [BEGIN] and [DONE] are MBPP's.
 TAG = re.compile(
     r"^[ \t]*(?:\[/?(?:BEGIN|END|DONE|PYTHON|CODE|ANSWER)\]|</?(?:code|answer|solution|python)>)[ \t]*$", re.MULTILINE
+)
+DEFINITION = re.compile(  # a line of code that is no prose
+    r"[ \t]*(?:@\w|(?:async[ \t]+)?def[ \t]+\w+[ \t]*\(|class[ \t]+\w+[ \t]*(?:\(.*\))?[ \t]*:"
+    r"|from[ \t]+[\w.]+[ \t]+import\b|import[ \t]+[\w.]+[ \t]*(?:$|,|#|as\b))"
+)
+STATEMENT = re.compile(  # one that may be
+    r"[ \t]*(?:(?:if|for|while|with|try)\b.*:|(?:return|yield|print|assert)\b"
+    r"|[A-Za-z_][\w.,\[\] ]*[-+*/]?=[^=]|[\w.]+\(.*\)\s*$)"
 )
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -45,11 +55,13 @@ def completed(prompt: str) -> str | None:
 
 
 def read_codes(reply: str, tests: Mapping[str, Json]) -> list[str]:
-    """What may be the program in a reply, the likeliest first: that is the first that Python can compile (sandbox.py).
+    """What may be the program in a reply, behind a thought that is closed, the likeliest first: that is the first that
+    Python can compile (sandbox.py).
 
     Blocks that define the entry point come first; where there is none, those that print or import. Of those, blocks
     that are marked as Python come before blocks without a mark, the last one first; then the whole reply; then what
-    stands before a fence, as the prompt may have opened the block. A prompt of the tests stands before each code.
+    stands before a fence, as the prompt may have opened the block; then the same without the prose above the code. A
+    prompt of the tests stands before each code.
     """
     prompt = tests.get("prompt", "")
     name = re.escape(tests.get("entry_point", ""))
@@ -63,7 +75,7 @@ def read_codes(reply: str, tests: Mapping[str, Json]) -> list[str]:
     def is_likely(code: str) -> bool:
         return bool(whole.search(code)) or (bool(prompt) and bool(ends_a_function.search(code)))
 
-    codes = [clean(code) for code in blocks(reply)]
+    codes = [clean(code) for code in blocks(behind_thought(reply))]
     codes.sort(key=is_likely, reverse=True)
     found = []
     for code in codes:
@@ -86,11 +98,11 @@ def with_prompt(code: str, prompt: str) -> list[str]:
 
 
 def clean(code: str) -> str:
-    """Without a byte order mark and a line that names the language."""
+    """Without a byte order mark, a line that names the language, and headings of one word."""
     code = code.removeprefix(BYTE_ORDER_MARK)
-    line = LANGUAGE_LINE.match(code)
-    if line:
-        code = code[line.end() :]
+    lines = NO_CODE.match(code)
+    if lines:
+        code = code[lines.end() :]
     return code
 
 
@@ -109,6 +121,26 @@ def blocks(reply: str) -> Iterator[str]:
     for end in fences[:MAX_READINGS]:
         yield between(lines, -1, end)
     yield reply
+    if not fences:
+        end = Fence(len(lines), "", "")
+    elif fences[0] in ends:  # nothing opens it
+        end = fences[0]
+    else:
+        return
+    for start in starts_of_code(lines[: end.line]):
+        yield between(lines, start - 1, end)
+
+
+def starts_of_code(lines: Sequence[str]) -> list[int]:
+    """The lines where code may begin below prose: the first one that defines or imports, and those before that may be
+    statements or prose."""
+    starts = []
+    for number, line in enumerate(lines):
+        if DEFINITION.match(line):
+            return [*starts[:MAX_READINGS], number]
+        if STATEMENT.match(line):
+            starts.append(number)
+    return starts[:MAX_READINGS]
 
 
 def starts_of_blocks(fences: Sequence[Fence]) -> list[int]:

@@ -1,11 +1,11 @@
 """Finds the final answer of a worked solution and compares it with the expected one. Pure; runs in a pool.py worker.
 
-`extract` looks for the answer in this order: a last line that states the answer below a box ("Answer: 5", "#### 5");
-the last complete \\boxed{} or \\fbox{}, with those right beside it; <answer>; the text after the last "####" (GSM8K);
-the text after the last "answer is" or "answer:". `equal` reads from the outside in: lists and brackets, names (x = 5),
-units, then numbers and words as math_text.py reads them. Everything else goes to sympy (math_formula.py). Nothing
-here uses SIGALRM: the deadline of the pool always holds. Arguments are (gold, answer): the order matters for names,
-units and bases.
+`extract` looks for the answer behind a closed thought (reply.py), in this order: a last line that states the answer
+below a box ("Answer: 5", "#### 5"); the last complete \\boxed{} or \\fbox{}, with those right beside it; <answer>; the
+text after the last "####" (GSM8K); the text after the last "answer is" or "answer:". `equal` reads from the outside in:
+lists and brackets, names (x = 5), units, then numbers and words as math_text.py reads them, after math_typography.py.
+Everything else goes to sympy (math_formula.py). Nothing here uses SIGALRM: the deadline of the pool always holds.
+Arguments are (gold, answer): the order matters for names, units and bases.
 """
 
 import re
@@ -20,14 +20,17 @@ from .math_text import (
     NAME,
     Number,
     as_interval,
-    clean,
+    in_order,
     is_word,
     number,
     quantity,
     split,
     squeeze,
+    with_slash,
     without_domain,
 )
+from .math_typography import clean
+from .reply import behind_thought
 
 MAX_ANSWER_CHARS = 2_000  # a longer one is no answer (parse_fail)
 MAX_LINE_CHARS = 2_100  # of a line that has an answer; so it is too long if it has no end
@@ -52,16 +55,21 @@ _BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}")  # between two boxes of one ans
 _ANSWER_IS = re.compile(
     r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
-    r"\b,?)*\s*:?|:|=)[\s*]*"
+    r"\b,?)*\s*:?|[:=\uff1a])[\s*]*|答案\**(?:\u3011|\s*[是为為]?\**\s*[:=\uff1a\uff1d]|\s*[是为為])[\s*:\uff1a]*"
 )
 _HEADING = re.compile(  # ## Answer
-    r"(?im)^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)(?:(?:the|my|your) )?(?:final )?answer[ \t]*:?(?:\*\*|__)?[ \t]*:?[ \t]*\n\s*"
+    r"(?im)^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)(?:(?:(?:the|my|your) )?(?:final )?answer|(?:最终)?答案)"
+    r"[ \t]*[:\uff1a]?(?:\*\*|__)?[ \t]*[:\uff1a]?[ \t]*\n\s*"
 )
 _LAST_LINE = re.compile(  # one that states the answer
-    r"(?i)[ \t>*_#]*(?:####|(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:final )?answer\**[ \t]*(?:is\b|:)).+"
+    r"(?i)[ \t>*_#]*(?:####|(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:final )?answer\**[ \t]*(?:is\b|:)"
+    r"|(?:(?:所以|因此|故)[\uff0c,]?)?(?:最终)?答案\**[ \t]*[是为為:\uff1a]).+"
 )
 # A number, a formula, an option or a variable.
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
+_REST = re.compile(  # of a line behind an answer
+    r"(?<=[^.\s])\.(?=\s|$)|\u3002|, (?=[a-z])|\uff0c(?=[\u4e00-\u9fff])|; | because | since "
+)
 _BOLD_VALUE = re.compile(r"=\s*\*\*([^*]+)\*\*\s*\.?\s*$")  # a + b = **7**.
 _PAIRS_OF_MARKS = [  # bold, italics: not a power, a product or an index
     re.compile(r"(?<![\w)\]}\\])(\*\*|__)(?=\S)(.+?)(?<=\S)\1(?!\w)"),
@@ -81,6 +89,9 @@ _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAMED = re.compile(
     rf"({NAME}|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
 )
+_POINT = re.compile(r"(?i:point )?(?P<name>[A-Z](?:_(?:\w|\{\w+\}))?'*) ?(?P<value>\([^,]+,.+\))")
+_GRAPH = re.compile(r"(?P<y>y)(?P<primes>'*)|[a-zA-Z](?P<primes_of_f>'*)\(x\)")
+_MEMBER = re.compile(rf"{NAME}\s*\\in(?![a-z])\s*")
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
 _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
@@ -101,7 +112,8 @@ def grade(job: dict) -> dict:
     """
     gold = gold_answer(job["answer"])
     if job["strict"]:
-        answer = gold_answer((re.findall(r"(?i)Answer\s*:\s*([^\n]+)", job["reply"][-300:]) or [""])[-1])
+        last = behind_thought(job["reply"])[-300:]
+        answer = gold_answer((re.findall(r"(?i)Answer\s*:\s*([^\n]+)", last) or [""])[-1])
     else:
         answer = extract(job["reply"])
     if not answer:
@@ -112,7 +124,7 @@ def grade(job: dict) -> dict:
 
 def extract(reply: str) -> str | None:
     """The final answer; None if there is none, its box is empty, or it has more than MAX_ANSWER_CHARS."""
-    reply = reply[-MAX_REPLY_CHARS:]
+    reply = behind_thought(reply)[-MAX_REPLY_CHARS:]
     head, tag, _ = reply.rpartition("</answer>")
     answer = _last_line(reply) or _last_box(reply)
     if answer is None and tag and "<answer>" in head:
@@ -137,7 +149,7 @@ def _last_line(reply: str) -> str | None:
     if not _LAST_LINE.fullmatch(line) or not _BOX_NAME.search(above) or _BOX_NAME.search(line):
         return None
     answer = _after_hashes(line) if "####" in line else _after_words(line)
-    if re.search(r"(?i)answer\**\s*is\b", line) and not _STATED.fullmatch(answer):  # The answer is the larger one.
+    if re.search(r"(?i)answer\**\s*is\b|答案", line) and not _STATED.fullmatch(answer):  # The answer is the larger one.
         return None
     words = re.findall("[a-zA-Z]{2,}", re.sub(r"\\[a-z]+", "", answer))
     return answer if answer.strip() and len(words) <= MAX_LINE_WORDS else None
@@ -202,7 +214,7 @@ def _after_words(text: str) -> str:
     formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
     if formula:
         return formula[1] or formula[2]
-    return re.split(r"(?<=[^.\s])\.(?=\s|$)|, (?=[a-z])|; | because | since ", line, maxsplit=1)[0]
+    return _REST.split(line, maxsplit=1)[0]
 
 
 def _unmarked(line: str) -> str:
@@ -299,6 +311,11 @@ def _same(one: str, other: str) -> bool:
     other_choice = _CHOICE.fullmatch(other)
     if choice and other_choice:
         return _same_choices(choice, other_choice)
+    if _POINT.fullmatch(one) or _POINT.fullmatch(other):
+        point = _named_point(one)
+        other_point = _named_point(other)
+        if point and other_point:
+            return _same_points(one, point, other_point)
     is_chain = LESS.search(one) is not None
     interval = as_interval(one)
     other_interval = as_interval(other)
@@ -306,12 +323,14 @@ def _same(one: str, other: str) -> bool:
         one = interval
         other = other_interval
     elif is_chain and not LESS.search(interval) and not LESS.search(other_interval):
-        if {*_LETTER.findall(one)} == {*_LETTER.findall(other)}:
+        if _letters(one) == _letters(other):
             return _same(interval, other_interval)
     read = _read(one)
     is_grouped = len(read.pairs) > 1 and other_exact and ",0" not in other  # a list, if a list is asked for
     other_read = _read(other, other.split(",") if is_grouped else None)
     if len(read.pairs) == len(other_read.pairs) == 1 and len(_sides(one)) > 1:
+        if _is_same_graph(read, other_read):
+            return _same(read.value, other_read.value)
         if len(_sides(other)) > 1 and (read.name != other_read.name or not read.name):
             is_solved = re.search("[a-zA-Z]", read.value) or read.name in map(squeeze, _sides(other))
             # x = 3 is not 2x = 6, the question.
@@ -323,11 +342,41 @@ def _same(one: str, other: str) -> bool:
     return _same_readings(read, other_read, is_chain)
 
 
+def _is_same_graph(read: Reading, other: Reading) -> bool:
+    """Whether one side says y = ... and the other f(x) = ..., of an x."""
+    graph = _GRAPH.fullmatch(read.name)
+    other_graph = _GRAPH.fullmatch(other.name)
+    if not graph or not other_graph or bool(graph["y"]) == bool(other_graph["y"]):
+        return False
+    primes = {match["primes"] or match["primes_of_f"] or "" for match in (graph, other_graph)}
+    return len(primes) == 1 and "x" in _letters(read.value) & _letters(other.value)
+
+
+def _letters(text: str) -> set[str]:
+    return {*_LETTER.findall(re.sub("(?<![a-zA-Z])and(?![a-zA-Z])", " ", text))}
+
+
 def _same_choices(choice: re.Match, other: re.Match) -> bool:
     """Whether two options are the same letter, with the same text if both have one."""
     if choice[1] != other[1]:
         return False
     return choice[2] is None or other[2] is None or squeeze(choice[2]) == squeeze(other[2])
+
+
+def _named_point(text: str) -> tuple[str, str] | None:
+    """Name and value of a point, P(3, -4) or (3, -4) without a name; None if the text is no tuple."""
+    match = _POINT.fullmatch(text)
+    name, value = (match["name"], match["value"]) if match else ("", text)
+    return (squeeze(name), value) if _items(value)[0] == "()" else None
+
+
+def _same_points(gold: str, point: tuple[str, str], other: tuple[str, str]) -> bool:
+    """A name that one side lacks is forgiven, but a gold C(6, 3) or P(6, 3) may be a number of choices."""
+    names = {point[0], other[0]}
+    is_number = re.fullmatch(r"[CP] ?\(\s*\d+\s*,\s*\d+\s*\)", gold)
+    if len(names) > 1 and ("" not in names or is_number):
+        return False
+    return _same(point[1], other[1])
 
 
 def _same_readings(read: Reading, other: Reading, is_chain: bool) -> bool:
@@ -348,14 +397,19 @@ def _same_readings(read: Reading, other: Reading, is_chain: bool) -> bool:
 
 
 def _same_lists(pairs: list[tuple[str, str]], other_pairs: list[tuple[str, str]], is_ordered: bool) -> bool:
-    """Whether lists of (name, value) are equal. Different names that one side lacks bind the values in their order."""
+    """Whether lists of (name, value) are equal. Different names that one side lacks bind the values in the order of the
+    names: the gold side's own, if its names have none."""
     names = {name for name, _ in pairs}
     other_names = {name for name, _ in other_pairs}
     rest = list(other_pairs)
     if names == {""} or other_names == {""}:
         is_ordered = is_ordered or len(names | other_names) > 2
+        pairs = in_order(pairs) or pairs
+        rest = in_order(other_pairs)
+        if rest is None:
+            return False
         pairs = [("", value) for _, value in pairs]
-        rest = [("", value) for _, value in other_pairs]
+        rest = [("", value) for _, value in rest]
     for name, value in pairs:
         for other in rest[:1] if is_ordered else rest:
             is_alike = other[0] == name and bool(_SET.match(value)) == bool(_SET.match(other[1]))
@@ -381,6 +435,9 @@ def _items(text: str) -> tuple[str, list[str]]:
         return "cup" if is_union else "", parts
     union = split(text, r"\\cup(?![a-z])")
     if len(union) > 1:
+        sets = [_MEMBER.sub("", union[0]), *union[1:]]
+        if all(re.match(r"\\?\{", part) for part in sets):  # {1, 2} and {3} are {1, 2, 3}
+            return "{}", list(dict.fromkeys(item for part in sets for item in _items(part)[1]))
         return "cup", union
     brackets = _BRACKETS.fullmatch(text)
     inner = split(brackets[2], "[,;]") if brackets else []
@@ -452,6 +509,10 @@ def _same_value(one: str, other: str) -> bool:
     """Whether two texts without lists and names, not both of them plain numbers, are equal."""
     gold = quantity(one)
     answer = quantity(other)
+    if bool(gold.unit) != bool(answer.unit):  # \\frac{m}{s} may be variables: it is a unit if the other side has it
+        slashed = quantity(with_slash(one)), quantity(with_slash(other))
+        if slashed[0].unit == slashed[1].unit:
+            gold, answer = slashed
     if gold.unit != answer.unit and (gold.unit and answer.unit):
         return False
     if gold.unit != answer.unit and "degrees" in dict(gold.unit + answer.unit) and _ANGLE.search(one + other):

@@ -2,17 +2,22 @@
 
 A formula is read by latex2sympy, with decimals as exact fractions, and the two are compared at points: rational values
 of the variables, drawn from a digest of both texts, so that nobody can write a formula that vanishes there, and no
-verdict depends on what was graded before. Values are exact, or have up to 1,000 digits. Where a formula is too large at
-a point, the point says nothing. math-verify compares sets and other objects without a value.
+verdict depends on what was graded before. Values of rational functions are exact; others have up to 1,000 digits. Where
+a formula is too large at a point, the point says nothing. Formulas with bars or roots are also compared on all sides of
+their bends (math_bends.py). math-verify compares sets and other objects without a value.
 """
 
 import hashlib
+import itertools
 import logging
+import math
 import random
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from .math_bends import differing_points
 from .math_text import GROUPED, depth_of, split, squeeze
 
 if TYPE_CHECKING:
@@ -23,7 +28,10 @@ MAX_DEPTH = 12  # of brackets in brackets; the parser takes exponential time
 MAX_CELLS = 40  # of matrices
 MAX_BARS = 25  # of absolute values
 MAX_BITS = 2**20  # of a value
+MAX_EXACT_BITS = 2**14  # of a value that is computed exactly: a longer one takes too long to reduce
 MAX_DIGITS = 1000
+MIN_PRECISION = 20  # bits: a value with fewer is below the last of its MAX_DIGITS
+MAX_CONFIRMED = 8  # of the points where floats differ
 SCALES = ((1, 1), (-1, 3), (1, 100), (-1, 101))  # of the points: (-1: of both signs), size
 WORD = re.compile(r"(?<![\\a-zA-Z_])(?<!begin\{)(?<!end\{)(?<!mathbb\{)[a-zA-Z]{3,}(?![a-zA-Z])")
 NO_WORD = re.compile(r"[b-df-hj-np-tv-z]+[aei]?|[abcx]+")  # in a formula: a product of variables, as in kxe^x
@@ -43,6 +51,8 @@ def same_formula(gold: str, answer: str) -> bool:
         return False
     if sorted(DROPPED.findall(gold)) != sorted(DROPPED.findall(answer)):
         return False
+    if "I" in gold + answer:
+        gold, answer = without_capital_i(gold, answer)
     runs = {run for run in WORD.findall(f"{gold} {answer}") if not NO_WORD.fullmatch(run)}
     words = sorted(runs - {"degrees"})
     try:
@@ -51,6 +61,18 @@ def same_formula(gold: str, answer: str) -> bool:
         return one == other or same_objects(one, other, gold, answer)
     except Exception:  # of the parser or sympy, which are not ours: any text at all comes here
         return False
+
+
+def without_capital_i(*texts: str) -> list[str]:
+    """The texts with i for I, the imaginary unit, whose powers and indices the parser drops. With an index, or beside
+    another capital as in I^2R, it is a variable: \\iota, which no answer has."""
+    is_variable = any(re.search("[A-HJ-Z]", re.sub(r"\\[a-zA-Z]+", " ", text)) for text in texts)
+    unit = r"\iota " if is_variable else " i "
+    found = []
+    for text in texts:
+        text = re.sub(r"(\\[a-zA-Z]+)|I(?=\s*_)", lambda match: match[1] or r"\iota", text)
+        found.append(re.sub(r"(\\[a-zA-Z]+)|I", lambda match: match[1] or unit, text))
+    return found
 
 
 def can_be_read(text: str) -> bool:
@@ -104,7 +126,7 @@ def same_objects(one: "sympy.Basic", other: "sympy.Basic", gold: str, answer: st
         one = one.xreplace(units)
         other = other.xreplace(units)
     if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
-        return one.shape == other.shape and all(is_zero(cell, at) for cell in one - other)
+        return one.shape == other.shape and all(map(same_values, one.flat(), other.flat(), [at] * len(one)))
     sides = []
     for tree in (one, other):
         sides += tree.args if tree.is_Relational else [tree]
@@ -112,12 +134,7 @@ def same_objects(one: "sympy.Basic", other: "sympy.Basic", gold: str, answer: st
         return same_sets(one, other)
     if one.is_Relational or other.is_Relational:
         return same_relations(one, other, at)
-    difference = one - other
-    if difference.has(sympy.factorial, sympy.binomial, sympy.gamma):
-        difference = sympy.gammasimp(difference)
-    if "|" in gold + answer:
-        return is_zero(difference, at)
-    return is_zero(difference, at, (one, other))
+    return same_values(one, other, at, forgives_signs="|" not in gold + answer)
 
 
 def same_sets(one: "sympy.Basic", other: "sympy.Basic") -> bool:
@@ -135,25 +152,31 @@ def same_sets(one: "sympy.Basic", other: "sympy.Basic") -> bool:
 
 def same_relations(one: "sympy.Basic", other: "sympy.Basic", at: Sequence[Point]) -> bool:
     """Whether one is a multiple of the other: by a positive number, if it is an inequality."""
+    import sympy
+
     if one.func != other.func:
         other = other.reversed
     if one.func != other.func:
         return False
     left = one.lhs - one.rhs
     right = other.lhs - other.rhs
-    if is_zero(right, at):  # x = x says nothing
+    if same_values(right, sympy.Integer(0), at):  # x = x says nothing
         return False
     ratio = right / left
     if one.rel_op not in ("==", "!=") and value_at(ratio, at[0]) < 0:
         return False
-    return is_zero(right - ratio.subs(at[0]) * left, at)
+    return same_values(right, ratio.subs(at[0]) * left, at)
 
 
-def is_zero(difference: "sympy.Expr", at: Sequence[Point], sides: Sequence = ()) -> bool:
-    """Whether it vanishes at the points where it is defined: exactly, or to 1,000 digits. Variables are positive if a
-    side has no real value where they are not: ln x^2 is 2 ln x, and |x| is not x."""
-    from sympy import I
+def same_values(one: "sympy.Expr", other: "sympy.Expr", at: Sequence[Point], *, forgives_signs: bool = False) -> bool:
+    """Whether two expressions are equal at the points where they are defined, exactly or to 1,000 digits, and nowhere
+    else differ as real numbers. With `forgives_signs` variables are positive if a side has no real value where they are
+    not: ln x^2 is 2 ln x, and |x| is not x."""
+    import sympy
 
+    difference = one - other
+    if difference.has(sympy.factorial, sympy.binomial, sympy.gamma):
+        difference = sympy.gammasimp(difference)
     num_defined = 0
     num_zero = 0
     for point in at:
@@ -165,20 +188,53 @@ def is_zero(difference: "sympy.Expr", at: Sequence[Point], sides: Sequence = ())
             num_zero += 1
             continue
         is_positive = not any(number.is_negative for number in point.values())
-        if is_positive or not sides or difference.has(I):
+        if is_positive or not forgives_signs or difference.has(sympy.I):
             return False
-        if all(is_null(value_at(side, point).as_real_imag()[1]) for side in sides):
+        if all(is_null(value_at(side, point).as_real_imag()[1]) for side in (one, other)):
             return False
-    return num_zero > 0 and 2 * num_defined > len(at)
+    if num_zero == 0 or 2 * num_defined <= len(at):
+        return False
+    suspects = itertools.islice(differing_points(one, other, str(at[0]), forgives_signs), MAX_CONFIRMED)
+    values = [value_at(difference, point) for point in suspects]
+    return all(is_null(value) for value in values if value.is_number and value.is_finite)
 
 
 def value_at(tree: "sympy.Basic", point: Point) -> "sympy.Basic":
-    return tree.doit().evalf(15, subs=point, maxn=MAX_DIGITS)
+    """The value at a point: exact for a rational function, else to 15 digits; `zoo` where it divides by 0."""
+    import sympy
+
+    try:
+        value = exact_value(tree, point)
+    except ZeroDivisionError:
+        return sympy.zoo
+    if value is None:
+        return tree.doit().evalf(15, subs=point, maxn=MAX_DIGITS)
+    return sympy.Rational(value.numerator, value.denominator)
+
+
+def exact_value(tree: "sympy.Basic", point: Point) -> Fraction | None:
+    """None if it is no rational function, or its value is too long."""
+    if tree.is_Symbol:
+        tree = point[tree]
+    if tree.is_Rational:
+        return Fraction(tree.p, tree.q)
+    if tree.is_Pow:
+        base = exact_value(tree.base, point)
+        if base is None or not tree.exp.is_Integer:
+            return None
+        num_bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        return base ** int(tree.exp) if num_bits * abs(tree.exp) <= MAX_EXACT_BITS else None
+    if not (tree.is_Add or tree.is_Mul):
+        return None
+    parts = [exact_value(part, point) for part in tree.args]
+    if None in parts:
+        return None
+    return sum(parts) if tree.is_Add else math.prod(parts)
 
 
 def is_null(value: "sympy.Expr") -> bool:
-    """Whether a number is 0 to all digits that it has."""
-    return all(part == 0 or part._prec == 1 for part in value.as_real_imag())
+    """Whether a number is 0, or below the last of its digits."""
+    return all(part == 0 or (part.is_Float and part._prec < MIN_PRECISION) for part in value.as_real_imag())
 
 
 def points(symbols: Sequence, texts: str) -> list[Point]:

@@ -1,69 +1,13 @@
-"""What the text of a final answer says: its typography, numbers, units and words. Exact, and without sympy."""
+"""What the clean text of a final answer says: its numbers, units and words. Exact, and without sympy."""
 
+import itertools
 import re
 from collections import Counter
 from fractions import Fraction
-from functools import lru_cache
 from typing import NamedTuple
-from unicodedata import normalize
 
 MAX_DEPTH = 50  # of brackets in brackets
 GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"  # 1,234
-_TEX = r"\times \cdot \cdot / \infty \le \ge \ne \cup \cap \in ^\circ \pm \pi \approx".split()
-_SIGNS = str.maketrans({sign: f"{tex} " for sign, tex in zip("\u00d7·⋅÷∞≤≥≠\u222a∩\u2208°±π≈", _TEX, strict=True)})
-_WRAPPED = (
-    r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|sf|it)|boldsymbol|mbox|fbox|boxed|underline|operatorname"
-    r"|(?:text)?color\s*\{\w+\})\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
-_TRIGONOMETRIC = r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?"
-_REWRITES = [  # what changes no meaning, in this order
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # without width
-        (r'^\s*(\*\*|"|`)(.*)\1\s*$', r"\2"),  # bold type and code of markdown
-        (r"\*\*", "^"),
-        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
-        (r"√\s*(\d+|[a-z])", r"\\sqrt{\1} "),
-        (r"[^\x00-\x7f]+", lambda match: match[0].translate(_SIGNS)),
-        (r"[\u2010-\u2015\u2212]", "-"),
-        (r"\\[,;:!]", " "),
-        (r"\\(?:left|right)\s*\.", ""),
-        (r"\\(?:left|right|displaystyle|limits|[bB]igg?[lrm]?|bf|rm|it|large|Large|huge)(?![a-zA-Z])", ""),
-        (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\(?= )|~", " "),
-        (r"\{,\}", ","),
-        (r"\\([$%])", r"\1"),
-        (rf"(?<=,){_WRAPPED}", r"\1 "),  # no blank behind a separator: that would be another style of list
-        (_WRAPPED, r" \1 "),
-        (r"\^\s*\{?\\circ\}?(?:\{\})?|\\degree(?![a-zA-Z])", " degrees "),
-        (r"(?i:\bdegrees?)\s*([CF])(?:elsius|ahrenheit)?\b", r"degrees\1 "),
-        (r"\\(?:[dtcs]|nice)frac", r"\\frac"),
-        (r"\\frac\s*(\\pi|\w)\s*(\\pi|\w)", r"\\frac{\1}{\2}"),
-        (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        (r"\\binom\s*(\w)\s*(\w)", r"\\binom{\1}{\2}"),
-        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset"),
-        (r"(?:[(\[]\s*)?\\begin\{array\}\s*\{[clr|]*\}", r"\\begin{pmatrix}"),
-        (r"\\end\{array\}(?:\s*[)\]])?", r"\\end{pmatrix}"),
-        (r"[<>]=", lambda match: r"\le " if match[0] == "<=" else r"\ge "),
-        (r"\\([lgn]e)q(?:slant)?(?![a-zA-Z])", r"\\\1"),
-        (r"\\not\s*=", r"\\ne "),
-        (r"\\(?:vee|lor)(?![a-zA-Z])", " or "),
-        (r"^\s*\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\s*\{?R\}?\s*)?(?:\\mid|\||:)(.*)\\\}\s*$", r"\1"),
-        (r"\\[()\[\]]|(?i:^\s*(?:the )?(?:final )?answer(?: is)?\b:?)", " "),
-        (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log|exp)(?![a-zA-Z])", r"\\\1"),
-        (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
-        (rf"({_TRIGONOMETRIC}\s*[({{]?\s*)(\d+(?:\.\d+)?)\s*degrees", r"\1\\frac{\2\\pi}{180}"),
-        (r"(?<![a-zA-Z])\\?abs\s*[({]((?:[^(){}]|\([^()]*\))*)[)}]", r"|\1|"),
-        (r"^\s*\\approx(?![a-z])", ""),
-        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
-        (r"\s+\^", "^"),
-        (r"(?i)^\s*([-+]?)\s*infinity\s*$", r"\1\\infty"),
-        (r"(?i)^\s*all real(?: number)?s\s*$", r"\\mathbb{R}"),
-        (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
-        (r"\.\.\.|\\[lc]dots", r"\\dots "),
-        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-    )
-]
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _POWER = r"(?:e(?P<e>[-+]?\d{1,3})|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*\{?\s*(?P<ten>[-+]?\d{1,3})\s*\}?)?"
 _PLAIN = re.compile(
@@ -84,6 +28,8 @@ _NO_NOUN = re.compile(  # words that qualify a number, or stand for several: 5 p
     r"squared|cubed|doubled|tripled|perhaps|possibly|undefined|none|never|wrong|false|(?:not?|factorial|inverse|reciprocal|"
     r"negative|opposite|percent|hal(?:f|ve)|dozen|score|couple|pair|trio|duo|twin|double|triple|fold|lakh|lac|crore|googol|"
     r"myriad|decade|hundred|thousand|[a-z]*illion|alway|sometime|beside|doe|[a-z]+(?:plet|tet|ward)|[dty][a-z]*ad|"
+    r"(?:thir|four|fif|six|seven|eigh|nine|ump)teen|brace|deuce|duet|quad|quin|yoke|(?:two|three|four|five|six)some|"
+    r"(?:quadr|quint|sext|sept|oct|non|dec|cent)uple|thou|millennium|millennia|chiliad|moietie|"
     r"(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet|centur)ie|eleven|twelve|grand|ream|gross|permille|nonet|monad|pentad|hexad|heptad|octad|ennead|decad|quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|"
     r"tenth|eleventh|twelfth|\w*(?:teen|tie|hundred|thousand|illion)th|one|two|three|four|five|six|seven|eight|nine|ten)(?:e?s)?)"
 )
@@ -94,16 +40,20 @@ _HARMLESS = re.compile(  # words that may stand before or after a noun
     "(?i)red|blue|green|white|black|yellow|orange|pink|big|small|large|long|tall|wide|high|deep|old|young|new|different|"
     "distinct|unique|of|possible|real|complex|positive|whole|prime|odd|even|total|away|such"
 )
+_UNIT_TOKEN = re.compile(r"(/|[^\W\d_]+|[$€£¢¥₹])(?:\^\{?(-?\d)\}?)?")
+_LONG_NAME = re.compile(r"\\frac\s*\{[^{}]*(?:\{-?\d\}[^{}]*)?(?:\}\s*\{\s*)?(?<![\\a-zA-Z])[a-zA-Z]{2}")
 _MEASURED = re.compile(
     r"(.*?(?:[\d.})%]|\\pi))(\s*)((?:[$€£¢¥₹]|[^\W\d_])(?:[\s(){}/.-]|\\cdot|\^\{?-?\d\}?|[^\W\d_])*)"
 )
+_UNIT = r"\{\s*([a-zA-Z][^{}]*(?:\{-?\d\}[^{}]*)*)\}"
+_RATIO = re.compile(rf"(.*[\d.}})%])\s*\\frac\s*{_UNIT}\s*{_UNIT}")
 _MONEY = re.compile(rf"([-+]?)\s*([$€£¥₹]|USD|EUR|GBP|INR|JPY|Rs\b\.?)\s*([-+]?\s*(?:{_DECIMAL}))")
-_DIGITS = re.compile(r"-?[\d,]+(?:\.\d*)?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*")
 # Letters that are a product of variables: no English word is without a vowel or y.
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
 
 
+_AND = r",|(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])"
 LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
 NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
     r"(?:(?!\\emptyset)\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
@@ -111,6 +61,8 @@ NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:
 )
 
 
+_GREEK = """alpha beta gamma delta epsilon zeta eta rho theta iota kappa lambda mu nu xi pi sigma tau phi varphi chi psi
+omega""".split()  # rho, theta, phi as spherical coordinates have them
 _OPENING = re.compile(r"\\begin|\\?[{(\[]")
 _CLOSING = re.compile(r"\\end|\\?[})\]]")
 
@@ -119,21 +71,14 @@ _LISTED = re.compile(r"[,;\[]|(?<![a-zA-Z\\])(?:or|and|if|for|when)(?![a-zA-Z])|
 _BEHIND = r"(?P<rest>.*?\S)\s*[,;]?\s*(?:\(\s*)?"  # what stands before a domain, which may have brackets
 _VARIABLE = r"(?P<name>\\?[a-zA-Z]+)"
 _PLACE = re.compile(rf"{_BEHIND}(?:at|when)\s+{_VARIABLE}\s*(?P<domain>=\s*-?[\w./]+)\s*\)?")
+_KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|integers?|numbers?|values of|constants?)"
+_FOR = rf"(?:for|where|with|provided(?: that)?|\\forall)(?: (?:all|any|every|each|some))?(?: {_KINDS})*"
+_CONSTANT = rf"is (?:an?|any) (?:arbitrary |{_KINDS} )*(?:constant|integer|number)"
 _DOMAINS = [
-    re.compile(
-        rf"{_BEHIND}(?:where|with|for(?: (?:all|any|every|each|some))?|\\forall)?\s*{_VARIABLE}\s*{domain}\s*\)?"
-    )
-    for domain in (
-        r"(?P<domain>\\in\s*\\mathbb\s*\{[A-Z]\}(?:[\^_]\{?[+*\d]\}?)?)",
-        r"(?P<domain>\\ge\s*[01])",
-        r"(?P<domain>> ?0)",
-        r"(?P<domain>is (?:an?|any) (?:arbitrary |real |positive |non-?negative |whole )*(?:constant|integer|number))",
-    )
+    re.compile(rf"{_BEHIND}(?:{_FOR})?\s*{_VARIABLE}\s*(?P<domain>{domain})\s*\)?")
+    for domain in (r"\\in\s*\\mathbb\s*\{[A-Z]\}(?:[\^_]\{?[+*\d]\}?)?", r"(?:\\ge|\\ne|>)\s*-?\d{1,3}", _CONSTANT)
 ] + [
-    re.compile(
-        rf"{_BEHIND}(?:for (?:all|any|every|each)|\\forall)"
-        rf"(?P<domain>(?: (?:real|integers?|positive|natural|numbers?|values of|constants?))*)\s*{_VARIABLE}\s*\)?"
-    ),
+    re.compile(rf"{_BEHIND}(?:for (?:all|any|every|each|some)|\\forall)(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?"),
     _PLACE,
 ]
 
@@ -149,19 +94,6 @@ class Quantity(NamedTuple):
     is_plain: bool  # whether the unit may be forgiven: neither dozens nor `incorrect`
 
 
-@lru_cache(maxsize=64)
-def clean(text: str) -> str:
-    """The text with one sign for one meaning, without what has none: $, \\left, \\text{}, spaces, a last period."""
-    if _DIGITS.fullmatch(text):  # most answers
-        return text.removesuffix(".")
-    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
-    while len(text) > 1 and text[0] == text[-1] == "$":
-        text = text[1:-1].strip()
-    for pattern, new in _REWRITES:
-        text = pattern.sub(new, text)
-    return " ".join(text.split()).removesuffix(" .")
-
-
 def without_domain(text: str) -> tuple[str, str]:
     """A formula without the domain of a variable that it holds, and that domain, "" if it has none: 3k+1, k \\in
     \\mathbb{Z}; x+1 for all real x; x^2+C where C is a constant. So the place of a number: 12 at x = 2."""
@@ -169,8 +101,8 @@ def without_domain(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match is None or LESS.search(match["rest"]) or _LISTED.search(match["rest"]):
             continue
-        variable = re.escape(match["name"])
-        is_held = re.search(rf"(?<![a-zA-Z\\]){variable}(?![a-zA-Z])", match["rest"]) is not None
+        runs = re.findall(r"\\?[a-zA-Z]+", match["rest"])
+        is_held = any(match["name"] == run or (match["name"] in run and not is_word(run)) for run in runs)
         is_place = pattern is _PLACE
         if is_held != is_place:
             return match["rest"].strip(), squeeze(f"{match['name']} {match['domain']}")
@@ -201,6 +133,8 @@ def number(text: str) -> Number | None:
 def quantity(text: str) -> Quantity:
     """The value of a text and its unit: $5, 5 dollars, 5 km/h, 5 square feet, 5 red balls."""
     written = _MONEY.sub(r"\1\3 \2 ", text, count=1) if _MONEY.match(text) else text
+    if r"\frac" in text and _LONG_NAME.search(text):
+        written = with_slash(text)
     match = _MEASURED.fullmatch(written)
     if match and all(match[1].count(opened) == match[1].count(closed) for opened, closed in ("{}", "()")):
         value, gap, name = match.groups()
@@ -209,6 +143,14 @@ def quantity(text: str) -> Quantity:
         if unit and (gap or not name[:2].isalpha() or (is_known and len(name) > 1)):
             return Quantity(value, *unit)
     return Quantity(text, (), True)
+
+
+def with_slash(text: str) -> str:
+    """60 \\frac{km}{h} as 60 km/h; any other text as it is."""
+    match = _RATIO.fullmatch(text)
+    if match is None or _unit(f"{match[2]}/{match[3]}") is None:
+        return text
+    return f"{match[1]} {match[2]}/{match[3]}"
 
 
 def _known(name: str) -> str | None:
@@ -228,14 +170,17 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
     has_noun = False
     before = ""
     text = text.replace(r"\cdot", " ")
-    tokens = re.findall(r"(/|[^\W\d_]+|[$€£¢¥₹])(?:\^\{?(-?\d)\}?)?", text)
+    tokens = _UNIT_TOKEN.findall(text)
+    if re.search(r"[\d^]", _UNIT_TOKEN.sub("", text)):
+        return None
     for name, exponent in tokens:
         if name in ("/", "per"):
             side = -1
         elif name.lower() in _SPEEDS:
             above, below = _SPEEDS[name.lower()]
-            unit[above] += side
-            unit[below] -= side
+            unit[above] += side * power * int(exponent or 1)
+            unit[below] -= side * power * int(exponent or 1)
+            power = 1
             has_noun = True
         elif name.lower() in _POWERS:
             power = _POWERS[name.lower()]
@@ -258,7 +203,12 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
 
 
 def as_interval(text: str) -> str:
-    """`1 < x \\le 2` as `(1, 2]`; any other text as it is."""
+    """`1 < x \\le 2` as `(1, 2]`, and so `x > 1 and x \\le 2`; any other text as it is."""
+    if not LESS.search(text):
+        return text
+    bounds = split(text, _AND)
+    if len(bounds) == 2:
+        return _between(*bounds) or text
     sides = [side.strip() for side in LESS.split(text)]
     rising = {sign in ("<", r"\le") for sign in sides[1::2]}
     if rising == {False}:
@@ -269,6 +219,49 @@ def as_interval(text: str) -> str:
         return text
     low, first, _, second, high = sides
     return f"{'(' if first in '<>' else '['}{low}, {high}{')' if second in '<>' else ']'}"
+
+
+def _between(bound: str, other: str) -> str | None:
+    """The interval of a variable with a bound below and one above; None if it has none."""
+    rays = {}
+    for text in (bound, other):
+        ends = re.fullmatch(r"([(\[])(.*), (.*)([)\]])", as_interval(text))
+        name = re.fullmatch(rf"({NAME}) ?(?:<|>|\\[lg]e).*|.*(?:<|>|\\[lg]e) ?({NAME})", text)
+        if ends is None or name is None:
+            return None
+        rays["above" if ends[2] == r"-\infty" else "below"] = ends, name[1] or name[2]
+    if len(rays) < 2 or rays["below"][1].strip() != rays["above"][1].strip():
+        return None
+    low, high = rays["below"][0], rays["above"][0]
+    lowest = number(low[2])
+    highest = number(high[3])
+    if lowest and highest and lowest.value >= highest.value:
+        return None
+    return f"{low[1]}{low[2]}, {high[3]}{high[4]}"
+
+
+def in_order(pairs: list[tuple[str, str]]) -> list[tuple[str, str]] | None:
+    """(name, value) in the order of the names if they are x, y, z, or letters or indices that follow each other. Other
+    names have no order but that of the alphabet, in which they must stand already: None if they do not."""
+    names = {name for name, _ in pairs}
+    if len(names) < 2 or "" in names:
+        return pairs
+    keys = [_place_of(name) for name, _ in pairs]
+    if keys == sorted(keys):
+        return pairs
+    letters = sorted({letter for letter, _, _ in keys})
+    is_row = all(high - low == 1 for low, high in itertools.pairwise(letters))
+    if any(len(word) > 1 for _, word, _ in keys) or not (is_row or {*letters} <= {*map(ord, "xyz")}):
+        return None
+    return [pair for _, pair in sorted(zip(keys, pairs, strict=True))]
+
+
+def _place_of(name: str) -> tuple[int, str, int]:
+    """The place of a name in its alphabet, the name without index, and its index."""
+    word, _, index = name.replace("{", "").replace("}", "").partition("_")
+    if word.startswith("\\") and word[1:] in _GREEK:
+        return 1000 + _GREEK.index(word[1:]), "g", int(index) if index.isdecimal() else 0
+    return ord(word[0]), word, int(index) if index.isdecimal() else 0
 
 
 def is_word(text: str) -> bool:
