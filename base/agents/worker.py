@@ -11,7 +11,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from tempfile import TemporaryFile
 from typing import IO
@@ -41,12 +42,43 @@ def run(job: dict) -> Json:
     os.environ.update(ANTHROPIC_BASE_URL=job["base_url"].removesuffix("/v1"), ANTHROPIC_API_KEY="none")
     if not function:
         return json.loads(run_command(job["command"], job["row"], job["isolation"]))
-    try:
-        found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
-        found = asyncio.run(found) if inspect.iscoroutine(found) else found
-    except SystemExit as error:
-        raise RuntimeError(f"the agent exited with {error.code}") from error
+    with printing_to_a_file() as printed:
+        try:
+            found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
+            if inspect.iscoroutine(found):
+                found = event_loop().run(found)
+        except SystemExit as error:
+            _flush()
+            raise RuntimeError(f"the agent exited with {error.code}: {error_line(printed):.300}") from error
     return json.loads(json.dumps(found, default=_plain))
+
+
+@cache
+def event_loop() -> asyncio.Runner:
+    """One for all rollouts of this process: a library may keep a client for the process, which belongs to its loop."""
+    return asyncio.Runner()
+
+
+@contextmanager
+def printing_to_a_file() -> Iterator[IO[bytes]]:
+    """In this block, what the process writes to its output and its error output goes to the file."""
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    with TemporaryFile() as file:
+        try:
+            for descriptor in (1, 2):
+                os.dup2(file.fileno(), descriptor)
+            yield file
+        finally:
+            _flush()
+            for descriptor, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, or an object of the agent's
+            stream.flush()
 
 
 def _plain(value: object) -> float | str:
@@ -81,7 +113,7 @@ def run_command(command: list[str], row: dict, isolation: str = "none") -> str:
     with TemporaryFile() as out, TemporaryFile() as err:  # not pipes: a child of the command may hold them
         ended = subprocess.run(command, input=given, stdout=out, stderr=err, preexec_fn=start, check=False)
         if ended.returncode:
-            line = error_line(tail_of(err))
+            line = error_line(err, out)
             raise RuntimeError(f"{command[0]} ended with exit code {ended.returncode}: {line:.300}")
         _, end_before, last_line = tail_of(out).rpartition("\n")
         if not end_before and out.tell() > TAIL_BYTES:
@@ -96,10 +128,13 @@ def tail_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace").rstrip()
 
 
-def error_line(text: str) -> str:
-    """The line that names the error: the last one, or the last that begins with the name of an error, as behind it Node
-    writes a stack and its version."""
-    lines = text.splitlines() or [""]
+def error_line(*files: IO[bytes]) -> str:
+    """The line that names the error, in the first of the files that is not empty: the last one, or the last that begins
+    with the name of an error, as behind it Node writes a stack and its version."""
+    texts = [text for text in map(tail_of, files) if text]
+    if not texts:
+        return "it wrote nothing"
+    lines = texts[0].splitlines()
     if EXCEPTION.match(lines[-1]):
         return lines[-1]
     named = [line for line in lines if ERROR.match(line)]

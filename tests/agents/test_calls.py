@@ -207,7 +207,7 @@ JAVA = 'Exception in thread "main" java.lang.RuntimeException: no luck\n\tat Mai
         (JAVA, JAVA.splitlines()[0]),
         ("Error: a\nerror behind it\n", "Error: a"),
         ("run.sh: line 3: foo: command not found\n", "run.sh: line 3: foo: command not found"),
-        ("", ""),
+        ("", "it wrote nothing"),
     ],
 )
 def test_the_message_of_a_failed_command_is_the_line_that_names_the_error(stderr, named):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,79 @@ def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):
         [result] = agent.step([TURN])
         assert result.reward == 1, result
         agent.close()
+
+
+KEEPS_A_CLIENT = """
+import asyncio
+
+CLIENT = {}
+
+
+async def echo(reader, writer):
+    while line := await reader.readline():
+        writer.write(line)
+
+
+async def solve(base_url):
+    if not CLIENT:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        CLIENT.update(server=server, reader=reader, writer=writer)
+    CLIENT["writer"].write(b"hi\\n")
+    return float(await CLIENT["reader"].readline() == b"hi\\n")
+"""
+
+
+def test_agents3_4_a_client_of_the_process_lives_as_long_as_the_process(tmp_path):
+    """NeMo Gym's keeps one aiohttp session, which belongs to the event loop of its first rollout."""
+    (tmp_path / "keeps.py").write_text(KEEPS_A_CLIENT)
+    agent = Agent(AgentConfig(name="a", num_workers=1, function=f"{tmp_path}/keeps.py:solve"), {}, 1)
+    for _ in range(4):
+        [result] = agent.step([TURN])
+        assert result.outcome == "ok", result.state
+    agent.close()
+
+
+EXITS = """
+import os, subprocess, sys
+
+
+def solve(base_url, row):
+    exec(row["code"])
+
+
+async def solve_async(base_url, row):
+    exec(row["code"])
+
+
+if __name__ == "__main__":
+    import json
+    exec(json.load(sys.stdin)["code"])
+"""
+CODES = {  # what an agent does before it ends -> what is said of it
+    "print('no such config', file=sys.stderr); sys.exit(1)": "no such config",
+    "print('first'); print('to stdout'); sys.exit(1)": "to stdout",
+    "os.write(2, b'by its number\\n\\n'); sys.exit(1)": "by its number",
+    "subprocess.run(['sh', '-c', 'echo by a child >&2']); sys.exit(1)": "by a child",
+    "print('ValueError: the cause', file=sys.stderr); print('  behind it', file=sys.stderr); sys.exit(1)": "ValueError",
+    "sys.exit(1)": "it wrote nothing",
+    "print('\\ud800', file=sys.stderr); sys.exit(1)": "\\ud800",
+    "sys.stdout = None; sys.stderr.write('no stdout'); sys.exit(1)": "no stdout",
+}
+
+
+@pytest.mark.parametrize("kind", ["solve", "solve_async", "command"])
+def test_agents3_5_6_an_exit_says_what_was_printed_last(tmp_path, kind):
+    file = tmp_path / "exits.py"
+    file.write_text(EXITS)
+    program = {"command": (sys.executable, str(file))} if kind == "command" else {"function": f"{file}:{kind}"}
+    agent = Agent(AgentConfig(name="a", num_workers=1, **program), {}, 1)
+    for code, said in CODES.items():
+        [result] = agent.step([replace(TURN, fields={"code": code})])
+        message = result.state["message"]
+        assert said in message and ("code 1" in message or "with 1" in message), (code, message)
+        assert result.state["crashed"]
+    for code, said in (("sys.exit('bye')", "bye"), ("sys.exit(3)", "3: it wrote nothing")):
+        [result] = agent.step([replace(TURN, fields={"code": code})])
+        assert said in result.state["message"], result.state
+    agent.close()
