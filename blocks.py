@@ -15,6 +15,7 @@ docs/families.md tells what was tried, and how a family is added.
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -144,10 +145,13 @@ class TransformersBody(nn.Module):
 
     def expert_metrics(self) -> Metrics:
         """How evenly the routers used their experts since the last call, as means over layers: the busiest expert's
-        share of what was sent to experts (1 / E if even), and the share of experts that got no token."""
+        share of what was sent to experts (1 / E if even), and the share of experts that got no token. Of all ranks, as
+        each sends tokens to all experts: a collective where there are experts."""
         metrics: Metrics = {}
         if self.counts:
             count_LE = torch.stack(list(self.counts.values()))
+            if dist.is_initialized():
+                dist.all_reduce(count_LE)
             share_LE = count_LE / count_LE.sum(1, keepdim=True)
             num_layers = torch.tensor(len(count_LE))
             metrics["busiest_expert_share"] = share_LE.max(1).values.sum(), num_layers

@@ -107,7 +107,7 @@ def sample_metrics(generated: Sequence[Sample], trained: Sequence[Sample]) -> Nu
         metrics["idle_engine_fraction"] = 1 - _mean(tokens_E) / max(tokens_E)
     metrics |= _by_label(generated)
     metrics |= _lengths(generated)
-    metrics["total_num_tokens"] = sum(s.sequence.num_tokens for s in trained)
+    metrics["total_num_tokens"] = sum(s.num_tokens for s in trained)
     metrics["truncation_rate"] = _mean(s.finish_reason == "length" for s in generated)
     metrics["natural_termination_rate"] = _mean(s.finish_reason == "stop" for s in generated)
     metrics["max_turns_reached_rate"] = _mean(s.finish_reason == "max_turns" for s in generated)
@@ -123,8 +123,8 @@ def _lengths(samples: Sequence[Sample]) -> Numbers:
         "mean_gen_tokens_per_sample": _mean(tokens_B),
         "min_gen_tokens_per_sample": min(tokens_B),
         "max_gen_tokens_per_sample": max(tokens_B),
-        "mean_env_tokens_per_sample": _mean(s.sequence.num_env_tokens for s in samples),
-        "mean_total_tokens_per_sample": _mean(s.sequence.num_tokens for s in samples),
+        "mean_env_tokens_per_sample": _mean(s.num_env_tokens for s in samples),
+        "mean_total_tokens_per_sample": _mean(s.num_tokens for s in samples),
         "total_gen_tokens": sum(tokens_B),
         "total_turns": sum(turns_B),
         "avg_turns_per_sample": _mean(turns_B),

@@ -333,6 +333,16 @@ class Sample:
         return sum(sequence.num_gen_tokens for sequence in self.sequences)
 
     @property
+    def num_env_tokens(self) -> int:
+        """Ids of observations."""
+        return sum(sequence.num_env_tokens for sequence in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """All ids, with prompts."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @property
     def oldest_version(self) -> int:
         return min(sequence.oldest_version for sequence in self.sequences)
 

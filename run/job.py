@@ -11,7 +11,7 @@ import torch
 
 from base.check.command_line import gpu_memory, parse_command_line
 from base.check.rules import must_save_by_seconds
-from base.check.summary import data_lines, notes
+from base.check.summary import data_lines, notes, template_notes
 from base.inputs import reader
 from base.inputs.resume import checkpoint_folder
 from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
@@ -195,7 +195,7 @@ def set_up(job: Job) -> Run:
         restore(run)
     if not run.is_finished:  # else there is no next prompt
         ranks.print_rank0("\n".join(data_lines(cfg, inputs, run.state.cursor)))
-    for note in notes(cfg, inputs.model_config, run.num_steps):
+    for note in (*notes(cfg, inputs.model_config, run.num_steps), *template_notes(cfg, inputs)):
         ranks.print_rank0(f"NOTE: {note}")
     if ranks.rank == 0:
         num_sets = max(1, len(inputs.validation))

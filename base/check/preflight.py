@@ -10,7 +10,7 @@ from pathlib import Path
 
 from base.check import memory_fit, rules
 from base.check.command_line import gpu_memory, parse_command_line
-from base.check.summary import MAX_ROWS, data_lines, notes, turn_notes
+from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
 from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
 from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs
@@ -58,7 +58,8 @@ def check(
     lines += data_lines(cfg, inputs, inputs.train.start())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     lines.append(_steps_line(cfg, inputs, num_steps))
-    lines += [f"note       {note}" for note in (*notes(cfg, inputs.model_config, num_steps), *turn_notes(cfg, inputs))]
+    found = [*notes(cfg, inputs.model_config, num_steps), *template_notes(cfg, inputs), *turn_notes(cfg, inputs)]
+    lines += [f"note       {note}" for note in found]
     absent = missing_weights(inputs.model_folder) if to_plan else []
     if absent:
         files = absent[0] if len(absent) == 1 else f"{absent[0]} and {len(absent) - 1} more files"

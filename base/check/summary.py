@@ -74,6 +74,23 @@ def _lora_formula(model: ModelConfig) -> str:
     return ""
 
 
+def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:
+    """A chat template that ends turns as no reply ends, or that leaves out the tools of the data."""
+    found = []
+    tokenizer = inputs.tokenizer
+    ends = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
+    end = tokenizer.turn_end
+    if end is not None and end not in ends:
+        fix = f"policy.generation.stop_token_ids=[{', '.join(map(str, [end, *ends]))}]"
+        token = f"{tokenizer.added[end]!r} ({end})"
+        found.append(f"the chat template ends an assistant's turn with {token}, at which no reply ends: set {fix}")
+    for purpose, dataset in inputs.sets:
+        tools = dataset.problems[0].tools
+        if tools and not tokenizer.shows_tools(tools):
+            found.append(f"{purpose}: {dataset.path} has tools, which the chat template leaves out of the prompt")
+    return found
+
+
 def turn_notes(cfg: Config, inputs: RunInputs) -> list[str]:
     """Environments that ask for another turn where none can come."""
     found = []

@@ -220,6 +220,55 @@ def test_a_learning_rate_below_published_ones_for_lora_is_told():
     assert not told(1e-7, enabled=False)
 
 
+def test_r7_a_turns_end_that_ends_no_reply_is_told(tmp_path, monkeypatch):
+    """Qwen3#927: base models end a reply with another token than their template's; every reply is then cut off."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "examples" / "arithmetic" / "starter", folder)
+
+    def notes(*words, **files):
+        for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
+            given = json.loads((ROOT / "examples" / "arithmetic" / "starter" / name).read_text())
+            (folder / name).write_text(json.dumps(given | files.get(name.removesuffix(".json"), {})))
+        words = ["configs/smoke.yaml", f"policy.model_name={folder}", *words]
+        lines = preflight.check(preflight.parse_command_line(words, "usage")).splitlines()
+        return [line.removeprefix("note").strip() for line in lines if line.startswith("note") and "template" in line]
+
+    other = {"generation_config": {"eos_token_id": 256}, "config": {"eos_token_id": 256}}
+    other["tokenizer_config"] = {"eos_token": "<|pad|>"}
+    assert notes() == []
+    (note,) = notes(**other)
+    assert "'<|end|>' (257)" in note and "policy.generation.stop_token_ids=[257, 256]" in note
+    assert notes("policy.generation.stop_token_ids=[257, 256]", **other) == []
+    assert notes("policy.generation.stop_token_ids=[256]") != []
+    assert notes(**other | {"config": {"eos_token_id": [256, 257]}}) == []
+    for template, is_told in (
+        ("{% for m in messages %}{{ m.content }}\n {{ '<|end|>' if m.role == 'assistant' }}{% endfor %}", True),
+        ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}", False),  # nothing ends a turn
+        ("{{ messages[0].content }}", False),
+        ("{{ raise_exception('no') if messages | length == 2 }}{{ messages[0].content }}", False),
+    ):
+        found = other | {"tokenizer_config": {"eos_token": "<|pad|>", "chat_template": template}}
+        assert bool(notes(**found)) == is_told
+
+
+def test_tools_that_the_template_leaves_out_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2", "tools": tools}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    words = [
+        "configs/smoke.yaml",
+        "grpo.num_prompts_per_step=2",
+        "policy.max_total_sequence_length=256",
+        f"data.train.data_path={tmp_path}/rows.jsonl",
+    ]
+    template = "policy.tokenizer.chat_template='{{ tools }}{{ messages[0].content }}<|end|>'"
+    for more, is_told in (([], True), ([template], False)):
+        found = preflight.check(preflight.parse_command_line([*words, *more], "usage"))
+        assert ("has tools, which the chat template leaves out" in found) == is_told
+
+
 def test_all_goes_with_check(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert preflight.parse_command_line(["--check", "--all", "configs/smoke.yaml"], "usage").data.train

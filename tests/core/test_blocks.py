@@ -399,3 +399,18 @@ def test_metrics_of_experts(tmp_path):
     unused, _ = metrics["unused_expert_fraction"]
     assert (share / num_layers, unused / num_layers) == (3 / 8, 2 / 8)
     assert model.model.expert_metrics() == {}
+
+
+def test_r10_metrics_of_experts_are_of_the_tokens_of_all_ranks(monkeypatch):
+    """Each of two ranks leaves two of four experts alone, the others'. vLLM#22167."""
+    model = Decoder(ModelConfig.from_hf(hf_config("mixtral").to_dict()))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda count_LE: count_LE.add_(torch.tensor([0, 0, 2, 6, 0, 0, 0, 0])))
+    for router in model.model.routers:
+        expert_TA = torch.tensor([[0, 0], [0, 1], [0, 0], [0, 1]])
+        for hook in router._forward_hooks.values():
+            hook(router, (), (torch.zeros(4, 8), torch.zeros(4, 2), expert_TA))
+    metrics = model.model.expert_metrics()
+    share, num_layers = metrics["busiest_expert_share"]
+    unused, _ = metrics["unused_expert_fraction"]
+    assert (share / num_layers, unused / num_layers) == (6 / 16, 4 / 8)

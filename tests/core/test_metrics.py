@@ -112,6 +112,17 @@ def test_numbers_of_a_step_by_hand():
     assert {name: found[name] for name in by_hand} == by_hand
 
 
+def test_r9_tokens_of_all_sequences_of_a_rollout_count():
+    """SkyRL#1351: two sequences of 10 + 20 and 30 + 40 tokens, of which 5 and 10 are results of tools."""
+    rollout = sample(0, 1.0, "ok", 20, unsampled=5)
+    other = sample(0, 1.0, "ok", 40, unsampled=10)
+    rollout.sequence.prompt_ids, other.sequence.prompt_ids = [1] * 10, [1] * 30
+    rollout.sequences += other.sequences
+    found = sample_metrics([rollout], [rollout])
+    names = ("total_num_tokens", "mean_total_tokens_per_sample", "mean_env_tokens_per_sample", "total_gen_tokens")
+    assert [found[name] for name in names] == [100, 100, 15, 45]
+
+
 def test_each_part_of_a_reward_is_a_metric_of_its_environment():
     """TRL#5352, NeMo-RL#2681. Of samples that could be graded; of a part that only some have, of those."""
     parts = [{"a": 1.0, "b": 0.0}, {"a": 3.0}, {"b": 2.0}, {"b": 0.0}, {"b": 4.0}, {}, {}, {"b": 9.0, "c": 1.0}]
