@@ -8,13 +8,6 @@ from base.hf.model_config import ModelConfig
 from config import ConfigError, LoRAConfig
 
 KEY = "policy.dtensor_cfg.lora_cfg"
-ROUTERS = (
-    ".mlp.gate.weight",
-    ".mixer.gate.weight",
-    ".block_sparse_moe.gate.weight",
-    ".block_sparse_moe.router.layer.weight",
-    ".shared_expert_gate.weight",
-)
 
 
 @lru_cache(maxsize=4)  # train_flops asks in each step
@@ -44,11 +37,24 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
     return adapted
 
 
+def router_endings(model: ModelConfig) -> tuple[str, ...]:
+    """How the names of the weights end by which the model chooses experts, or mixes a shared one in; () without
+    experts."""
+    experts = model.family.experts
+    if experts is None:
+        return ()
+    endings = [f".{experts.router.stored}"]
+    if experts.shared_gate is not None:
+        endings.append(f".{experts.shared_gate}.weight")
+    return tuple(endings)
+
+
 def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of each linear layer of the blocks, but for experts and routers."""
     layers = {}
+    routers = router_endings(model)
     for name, shape in model.tensor_shapes():
-        is_of_mixture = ".experts." in name or name.endswith(ROUTERS)
+        is_of_mixture = ".experts." in name or name.endswith(routers)
         is_matrix = len(shape) == 2 and name.endswith(".weight")
         if ".layers." in name and is_matrix and not is_of_mixture:
             layers[name.removesuffix(".weight")] = shape

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from base.hf.lora_layers import ROUTERS, factor_shapes
+from base.hf.lora_layers import factor_shapes, router_endings
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs
 from config import Config
@@ -140,8 +140,8 @@ class Plan:
         """The tensors that the optimizer updates."""
         if self.lora:
             return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg)
-        is_frozen = self.model.num_experts > 0 and self.cfg.policy.freeze_moe_router
-        return {name: shape for name, shape in self.shapes.items() if not (is_frozen and name.endswith(ROUTERS))}
+        frozen = router_endings(self.model) if self.cfg.policy.freeze_moe_router else ()
+        return {name: shape for name, shape in self.shapes.items() if not name.endswith(frozen)}
 
     @cached_property
     def block(self) -> int:

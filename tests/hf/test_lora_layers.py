@@ -1,11 +1,16 @@
 """Which layers get an adapter: names, patterns, and what is refused, on shapes alone."""
 
+from dataclasses import replace
+
 import pytest
+from families import hf_config
 from hf_folders import QWEN2
 
+from base.hf import families
 from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import ModelConfig
-from config import ConfigError, LoRAConfig
+from base.plan.memory_plan import Plan
+from config import Config, ConfigError, LoRAConfig
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
 MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})
@@ -73,3 +78,17 @@ def test_refused(keys, problem):
     with pytest.raises(ConfigError) as error:
         layers(**keys)
     assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_routers_name_is_said_once(monkeypatch):
+    """In the family's row: with another one there, LoRA leaves the router out, and the plan counts it as frozen."""
+    row = families.FAMILIES["qwen3_moe"]
+    name = "mlp.chooser.weight"
+    renamed = replace(row, experts=replace(row.experts, router=families.Names(name, name, name)))
+    monkeypatch.setitem(families.FAMILIES, "qwen3_moe", renamed)
+    model = ModelConfig.from_hf(hf_config("qwen3_moe").to_dict())
+    names = [shape_name for shape_name, _ in model.tensor_shapes()]
+    assert "model.layers.1.mlp.chooser.weight" in names
+    assert not any("chooser" in layer for layer in adapted_layers(model, LoRAConfig(enabled=True, dim=4)))
+    plan = Plan(Config(), model, model.vocab_size, 1)
+    assert "model.layers.1.mlp.chooser.weight" not in plan.trained and len(plan.trained) > 20
