@@ -255,7 +255,7 @@ def check_canary(
     sampling = SamplingOptions(head_options.temperature, num_new)
     for reply in engine.generate([prompt], [0], sampling, may_stop=False):
         logp_R = _score(model, head_options.unfiltered, prompt, reply.ids, device)
-        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.tokens["logp"].copy())).abs()
+        gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.tokens["logp"])).abs()
         sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
     gap = float(sum_and_count[0] / sum_and_count[1])

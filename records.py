@@ -99,7 +99,8 @@ class SamplingOptions:
 #   logp      the sampler's log-probability, in nats, after temperature and filter; 0 where the id was not sampled
 #   version   the training step that left the weights which drew it; of an observation: that of the reply before
 #   mask      whether it may be trained: it was sampled, and its problem trains
-TOKEN = np.dtype([("id", np.int32), ("logp", np.float32), ("version", np.int32), ("mask", np.bool_)])
+# Aligned, so that torch takes a column as it is.
+TOKEN = np.dtype([("id", np.int32), ("logp", np.float32), ("version", np.int32), ("mask", np.bool_)], align=True)
 
 
 def make_tokens(ids: Sequence[int], **columns: object) -> np.ndarray:

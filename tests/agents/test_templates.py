@@ -9,10 +9,8 @@ import os
 import re
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import jinja2
-import numpy as np
 import pytest
 import tokenizers
 from real_tokenizers import archive_of
@@ -24,6 +22,7 @@ from base.agents.wire_chat import Reply, Request, read_message
 from base.agents.wire_responses import Responses
 from base.hf.tokenizer import Tokenizer
 from config import DataError
+from records import Completion, make_tokens
 
 REAL = ("qwen2_5", "qwen3", "llama3_1", "llama3_2", "mistral_nemo", "deepseek_v3")
 FOLDER = Path(__file__).resolve().parents[1] / "helpers" / "tool_templates"
@@ -150,8 +149,7 @@ def found(call):
 
 def add_reply(asked, message, text, tokenizer):
     ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
-    zeros = np.zeros(len(ids), np.float32)
-    asked.completion = SimpleNamespace(ids=np.int32(ids), logps=zeros, versions=zeros, finish_reason="stop")
+    asked.completion = Completion(make_tokens(ids, mask=True), "stop")
     asked.add_reply(with_texts([message])[0], [message["content"] or ""])
 
 

@@ -47,7 +47,7 @@ from config import (
     LossConfig,
     SequencePackingConfig,
 )
-from head import HeadOptions, LossPath, linear_loss
+from head import HeadOptions, LossOptions, LossPath, linear_loss
 from kernels import linear_logp, sizes
 from kernels.backend import KernelBackend
 from kernels.filter import SamplingFilter
@@ -220,7 +220,9 @@ def test_the_head_on_cuda(kind, chunk, sampling_filter, monkeypatch):
     ref_logp_R = x_R if kind == "two passes" else None
     pack |= {"ref_logp_R": ref_logp_R, "num_valid_tokens": 8192, "num_valid_seqs": 16, "cfg": LossConfig()}
     loss_of, needs_unfiltered = partial(policy_loss, **pack), ref_logp_R is not None
-    options = HeadOptions(1.0, 151_665, sampling_filter, KernelBackend("triton", chunk), LossPath(kind))
+    options = HeadOptions(
+        1.0, 151_665, sampling_filter, KernelBackend("triton", chunk), loss=LossOptions(path=LossPath(kind))
+    )
     rows = {"num_grad_rows": 8192, "needs_unfiltered": needs_unfiltered}
     with LiveBytes() as live:
         loss, *_ = linear_loss(hidden_RD, weight_VD, target_R, loss_of, options, **rows)

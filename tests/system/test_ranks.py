@@ -34,7 +34,7 @@ from config import ConfigError
 from engine import VLLMEngine
 from head import HeadOptions, response_logps
 from model import load_policy
-from pack import pack_samples
+from pack import pack_samples, rows_of
 from records import Problem, SamplingOptions
 from rollout import Sampler
 
@@ -137,7 +137,8 @@ def facts_of_ranks(folder, work):
     policy = load_policy(folder, device=device, mesh=mesh)
 
     samples, adv_B = make_samples(tokenizer.vocab_size)
-    shares = [[[samples[i]] for i in share] for share in rank_share]
+    rows = rows_of(samples)
+    shares = [[[rows[i]] for i in share] for share in rank_share]
     with mock.patch("pack.assign_to_ranks", lambda *_: shares):
         metrics, gradients = train_once(policy, samples, adv_B, packs_of(40), place)
 
