@@ -128,7 +128,8 @@ def packed_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Returns [T, N * H].
+    """Causal attention of each segment of the pack to its prefix and itself, K <= N (GQA). Values may have a smaller H
+    than queries and keys. Returns [T, N * H], with the H of the values.
 
     scale: of the scores; None is 1 / sqrt(H). window: how many keys a query sees at most, its own included, counted
     back through its segment and on into the prefix; None is all.
@@ -154,9 +155,12 @@ def _flash_attention(
     """All segments in one call. varlen_attn aligns a segment's last query with its last key, so both the causal order
     and the window reach back through the segment into its prefix."""
     num_before = -1 if window is None else window - 1  # besides the query's own; -1: all
+    value_dim = value_MKH.shape[-1]
+    if value_dim < key_MKH.shape[-1]:  # varlen_attn wants one size
+        value_MKH = F.pad(value_MKH, (0, key_MKH.shape[-1] - value_dim))
     bounds = (layout.cu_queries, layout.cu_keys, *layout.most)
     options = {"scale": scale, "window_size": (num_before, 0), **VARLEN_GQA}
-    return varlen_attn(query_TNH, key_MKH, value_MKH, *bounds, **options).flatten(1)
+    return varlen_attn(query_TNH, key_MKH, value_MKH, *bounds, **options)[..., :value_dim].flatten(1)
 
 
 def _attention_by_runs(

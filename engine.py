@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from base.hf.families import fields_for_vllm
-from base.hf.model_config import ModelConfig
+from base.hf.model_config import BlocksConfig, ModelConfig
 from base.hf.tokenizer import Tokenizer
 from base.system.exits import Interrupted, StopRun
 from config import Config
@@ -112,6 +112,8 @@ class VLLMEngine:
             hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
             if model.family.state is not None:
                 hardware["enable_prefix_caching"] = False  # of states it is for prompts cut into chunks alone
+            if isinstance(model, BlocksConfig):
+                _rotate_in_torch()
         if model.whole is not None:
             overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
         self.llm = LLM(
@@ -381,6 +383,8 @@ def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[
     blocks_with_experts = set()
     for name in names:
         block, part = _within_block(name)
+        if ".mla_attn." in part:  # what vLLM makes of kv_b_proj whenever that is loaded
+            continue
         if ".experts." in part:
             blocks_with_experts.add(block)
         else:
@@ -398,6 +402,13 @@ def _within_block(name: str) -> tuple[str, str]:
     """("model.layers.7.", "mlp.gate.weight") of this name; "" in place of the first if it is outside the blocks."""
     match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)", name)
     return match[1] or "", match[2]
+
+
+def _rotate_in_torch() -> None:
+    """vLLM's operator for CPUs misreads tensors [T, N, H] and slices, which some models rotate (DeepSeek V3)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # CUDA needs it not
+
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
 def _pack_experts_anew(model: torch.nn.Module) -> None:

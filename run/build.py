@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from run.split.generators import Generators
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
+CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py
 CPU_EXPERTS_MULTIPLE = 32  # CPUUnquantizedExperts.output_alignment of vllm/.../fused_moe/experts/cpu_moe.py
 
 
@@ -237,9 +238,12 @@ def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:
     if device_type != "cpu":
         return
     problem = None
-    if model.head_dim not in CPU_HEAD_SIZES:
-        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        problem = f"head_dim={model.head_dim}: on a CPU vLLM computes heads of {sizes} dims"
+    name, size, computed = "head_dim", model.head_dim, CPU_HEAD_SIZES
+    if model.family.qkv == "latent":
+        _, size = model.cached_dims
+        name, computed = "kv_lora_rank + qk_rope_head_dim", (CPU_LATENT_SIZE,)
+    if size not in computed:
+        problem = f"{name}={size}: on a CPU vLLM computes heads of {', '.join(map(str, computed))} dims"
     elif model.num_experts and model.hidden_size % CPU_EXPERTS_MULTIPLE:
         sizes = f"multiples of {CPU_EXPERTS_MULTIPLE}"
         problem = f"hidden_size={model.hidden_size}: on a CPU vLLM computes experts of {sizes}"

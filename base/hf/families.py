@@ -4,9 +4,10 @@ A family is listed once it has passed the tests that docs/families.md names; tha
 torch, so that `grpo.py --check` answers in a second.
 """
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from config import ConfigError
@@ -69,9 +70,9 @@ class Experts:
     `computed`.up_proj [E, F, D].
 
     inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size;
-    shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts.
-    correction_bias: the router has one, a buffer. may_be_none: the field with their number may be 0. Names are within a
-    layer.
+    shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts, and
+    that number where it is absent. correction_bias: the router has one, a buffer. may_be_none: the field with their
+    number may be 0. Names are within a layer.
     """
 
     stored: str = "mlp.experts"
@@ -86,7 +87,7 @@ class Experts:
     shared_size: str | None = None
     shared_counts: bool = False
     shared_gate: str | None = None
-    dense_first: str | None = None
+    dense_first: tuple[str, int] | None = None
     correction_bias: bool = False
     may_be_none: bool = False
 
@@ -277,8 +278,12 @@ class Family:
 
     head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads. norm_tensors: how many
     float32 tensors, each as large as its input, a norm keeps for its backward; the last is for its weight's gradient.
-    caps_logits: it computes final_logit_softcapping, as vLLM does.
+    caps_logits: it computes final_logit_softcapping, as vLLM does. values: of a field, those with which transformers
+    and vLLM compute the same; None is absent or null.
 
+    qkv: "apart" and "fused" are matrices of all heads. "latent" is the attention of DeepSeek V2 (arXiv 2405.04434,
+    section 2.1): keys and values of all heads come from one vector of kv_lora_rank dims, queries from one of
+    q_lora_rank unless that is null; queries and keys have qk_nope_head_dim + qk_rope_head_dim dims, values v_head_dim.
     has_query_gate: q_proj has a gate for each number that the attention returns. mlp_size: the field of config.json.
 
     state: the layers that carry one. A layer has it, or attention, and then an MLP or experts, by its type in
@@ -291,7 +296,7 @@ class Family:
     norms: tuple[str, ...] = PRE_NORM
     norm_bias: Switch | None = None
     norm_tensors: int = 2
-    qkv: Literal["apart", "fused"] = "apart"
+    qkv: Literal["apart", "fused", "latent"] = "apart"
     qkv_bias: Switch | None = None
     o_bias: Switch | None = None
     qk_norm: Literal["none", "of a head", "of all heads"] = "none"
@@ -311,6 +316,7 @@ class Family:
     windows: Windows | None = None
     experts: Experts | None = None
     caps_logits: bool = False
+    values: dict[str, tuple] = field(default_factory=dict)
     final_norm: str = "norm"
     state: Mamba | DeltaNet | ShortConv | None = None
     full_every: int | None = None
@@ -364,6 +370,21 @@ class Family:
         return math.ceil(size / multiple) * multiple
 
 
+# transformers has no other, and vLLM no bias.
+LATENT_VALUES = {
+    "topk_method": (None, "noaux_tc"),
+    "scoring_func": (None, "sigmoid"),
+    "moe_layer_freq": (None, 1),
+    "rope_interleave": (None, True),
+    "attention_bias": (None, False),
+}
+GLM_EXPERTS = Experts(
+    shared="mlp.shared_experts",
+    shared_size="n_shared_experts",
+    shared_counts=True,
+    dense_first=("first_k_dense_replace", 1),
+    correction_bias=True,
+)
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=ALWAYS),
@@ -472,6 +493,7 @@ FAMILIES = {
         norm_tensors=3,
         is_tied=True,
         windows=Windows(size=4096, full_every=4),
+        values={"tie_word_embeddings": (None, True)},  # vLLM has no such head
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
@@ -493,6 +515,7 @@ FAMILIES = {
         o_bias=ATTENTION_BIAS,
         qk_norm="of all heads",
         experts=Experts(inner="intermediate_size"),
+        values={"norm_topk_prob": (None, False)},  # vLLM ignores it
     ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
@@ -512,13 +535,19 @@ FAMILIES = {
         qk_norm="of a head",
         qk_norm_switch=Switch("use_qk_norm"),
         head_dim=128,
-        experts=Experts(
-            shared="mlp.shared_experts",
-            shared_size="n_shared_experts",
-            shared_counts=True,
-            dense_first="first_k_dense_replace",
-            correction_bias=True,
-        ),
+        experts=GLM_EXPERTS,
+    ),
+    "glm4_moe_lite": Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        qkv="latent",
+        experts=GLM_EXPERTS,
+        values=LATENT_VALUES | {"first_k_dense_replace": (None, 1)},
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        qkv="latent",
+        experts=replace(GLM_EXPERTS, dense_first=("first_k_dense_replace", 3)),
+        values=LATENT_VALUES,
     ),
     "granitemoe": Family(
         architecture="GraniteMoeForCausalLM",
@@ -675,7 +704,10 @@ REFUSED = {
     "cohere": "nobody has tried it: use a Cohere 2",
     "gemma4": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
-    "deepseek_v3": "its attention has keys and values of two sizes, which no sync has been proven for: use a Glm4 MoE",
+    **dict.fromkeys(
+        ("kimi_k2", "kimi_k25"),
+        "its weights are published quantized, and transformers has no such model: use a DeepSeek",
+    ),
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -701,9 +733,9 @@ def check_family(hf: dict, source: str) -> None:
             f"{source}: model_type={kind!r:.80} is not supported; supported: {known}; "
             "docs/families.md tells how to try another"
         )
-    for field, fix in ABSENT.items():
-        if hf.get(field):
-            raise ConfigError(f"{source}: {field}={hf[field]!r:.80} is not supported: {fix}")
+    for name, fix in ABSENT.items():
+        if hf.get(name):
+            raise ConfigError(f"{source}: {name}={hf[name]!r:.80} is not supported: {fix}")
     if hf.get("final_logit_softcapping") and not FAMILIES[kind].caps_logits:
         given = f"final_logit_softcapping={hf['final_logit_softcapping']!r:.80} with model_type={kind!r}"
         raise ConfigError(f"{source}: {given}: transformers ignores it; remove it")
@@ -712,12 +744,11 @@ def check_family(hf: dict, source: str) -> None:
     if any(name != architecture for name in names):
         raise ConfigError(f"{source}: architectures={names!r:.80}: expected {architecture} with model_type={kind!r}")
     _check_layer_types(hf, source)
-    if kind == "olmoe" and hf.get("norm_topk_prob"):
-        raise ConfigError(
-            f"{source}: norm_topk_prob=true with model_type='olmoe': vLLM 0.32 ignores it; set it to false"
-        )
-    if kind == "cohere2" and hf.get("tie_word_embeddings") is False:
-        raise ConfigError(f"{source}: tie_word_embeddings=false with model_type='cohere2': vLLM 0.32 has no such head")
+    for name, values in FAMILIES[kind].values.items():
+        if hf.get(name) not in values:
+            known = ", ".join("absent" if value is None else json.dumps(value) for value in values)
+            given = f"{name}={json.dumps(hf[name]):.80} with model_type={kind!r}"
+            raise ConfigError(f"{source}: {given}: transformers and vLLM 0.32 differ; supported: {known}")
     for rope_type in _rope_types(hf):
         if rope_type not in ROPE_TYPES:
             raise ConfigError(
@@ -777,6 +808,10 @@ def _check_state(hf: dict, source: str) -> None:
 def fields_for_vllm(hf: dict) -> dict:
     """Fields that vLLM wants beside those of config.json, or in their place. It reads a scale of Ministral 3 in
     Mistral's own format, and adds a token to the window of a Cohere 2, which transformers does not."""
+    if FAMILIES[hf["model_type"]].qkv == "latent":
+        dense_first, default = FAMILIES[hf["model_type"]].experts.dense_first
+        fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        return fields | {dense_first: hf.get(dense_first, default)}
     if hf["model_type"] == "cohere2":
         return {"sliding_window": hf.get("sliding_window", 4096) - 1}
     rope = hf.get("rope_parameters") or {}

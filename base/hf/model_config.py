@@ -68,6 +68,8 @@ SUPPORTED_VALUES = {
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
+MORE_INTEGERS += ("q_lora_rank",)
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
@@ -130,6 +132,23 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         return FAMILIES[self.hf["model_type"]]
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head; head_dim is that of queries and keys."""
+        return self.hf["v_head_dim"] if self.family.qkv == "latent" else self.head_dim
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Of the attention's forward in a layer, for a query and a key that it sees."""
+        return 2 * self.num_attention_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """(heads, numbers of each) that a layer has of a token in vLLM's cache."""
+        if self.family.qkv == "latent":
+            return 1, self.hf["kv_lora_rank"] + self.hf["qk_rope_head_dim"]
+        return self.num_key_value_heads, 2 * self.head_dim
 
     @property
     def softcap(self) -> float | None:
@@ -259,7 +278,7 @@ class ModelConfig:
         if self.num_experts == 0:
             return False
         if experts.dense_first is not None:
-            return layer >= self.hf.get(experts.dense_first, 0)
+            return layer >= self.hf.get(*experts.dense_first)
         is_dense = layer in (self.hf.get("mlp_only_layers") or ())
         return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
 
@@ -311,19 +330,41 @@ class ModelConfig:
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         shapes: Shapes = {}
-        if family.qkv == "fused":
+        if family.qkv == "latent":
+            shapes |= self._latent_shapes()
+        elif family.qkv == "fused":
             self._add(shapes, f"{module}.qkv_proj", (queries + 2 * keys, hidden), family.qkv_bias)
         else:
             gates = queries if family.has_query_gate else 0
             self._add(shapes, f"{module}.q_proj", (queries + gates, hidden), family.qkv_bias)
             self._add(shapes, f"{module}.k_proj", (keys, hidden), family.qkv_bias)
             self._add(shapes, f"{module}.v_proj", (keys, hidden), family.qkv_bias)
-        self._add(shapes, f"{module}.{family.output_name}", (hidden, queries), family.o_bias)
+        values = self.num_attention_heads * self.value_dim
+        self._add(shapes, f"{module}.{family.output_name}", (hidden, values), family.o_bias)
         if family.qk_norm != "none" and family.qk_norm_switch.is_on(self.hf):
             is_whole = family.qk_norm == "of all heads"
             q_norm, k_norm = family.qk_norm_names
             self._add(shapes, f"{module}.{q_norm}", (queries if is_whole else self.head_dim,))
             self._add(shapes, f"{module}.{k_norm}", (keys if is_whole else self.head_dim,))
+        return shapes
+
+    def _latent_shapes(self) -> Shapes:
+        hidden = self.hidden_size
+        heads = self.num_attention_heads
+        rank = self.hf.get("q_lora_rank")
+        kv_rank = self.hf["kv_lora_rank"]
+        rotated = self.hf["qk_rope_head_dim"]
+        shapes: Shapes = {}
+        if rank is None:
+            self._add(shapes, "self_attn.q_proj", (heads * self.head_dim, hidden))
+        else:
+            self._add(shapes, "self_attn.q_a_proj", (rank, hidden))
+            self._add(shapes, "self_attn.q_a_layernorm", (rank,))
+            self._add(shapes, "self_attn.q_b_proj", (heads * self.head_dim, rank))
+        self._add(shapes, "self_attn.kv_a_proj_with_mqa", (kv_rank + rotated, hidden))
+        self._add(shapes, "self_attn.kv_a_layernorm", (kv_rank,))
+        keys_and_values = self.head_dim - rotated + self.value_dim
+        self._add(shapes, "self_attn.kv_b_proj", (heads * keys_and_values, kv_rank))
         return shapes
 
     def _mlp_shapes(self, module: str, inner: int) -> Shapes:
@@ -412,10 +453,18 @@ class BlocksConfig(ModelConfig):
             needed += family.state.fields
         if family.has_experts(hf):
             needed += family.experts.sizes(hf)
+        if family.qkv == "latent":
+            needed += LATENT_SIZES
         _check_numbers(fields, needed, source)
         _check_layers(hf, family, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        if family.qkv == "latent":
+            rotated = hf["qk_rope_head_dim"]
+            if hf.get("head_dim") not in (None, rotated):
+                problem = f"head_dim={hf['head_dim']}: transformers rotates as many, vLLM qk_rope_head_dim={rotated}"
+                raise ConfigError(f"{source}: {problem}: remove head_dim")
+            head_dim = hf["qk_nope_head_dim"] + rotated
         if head_dim > MAX_HEAD_DIM:
             problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
             raise ConfigError(f"{source}: {problem}: use a model with smaller heads")

@@ -411,11 +411,11 @@ class Plan:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of a token in the cache: keys and values of all layers; each rank has its share of the heads."""
+        """Bytes of a token in the cache of all layers; each rank has its share of the heads."""
         m = self.model
         tensor = self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
-        heads = max(1, m.num_key_value_heads / tensor)
-        return 2 * m.num_hidden_layers * heads * m.head_dim * self.engine_precision
+        heads, size = m.cached_dims
+        return m.num_hidden_layers * max(1, heads / tensor) * size * self.engine_precision
 
     @property
     def num_engines(self) -> int:

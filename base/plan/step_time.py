@@ -93,7 +93,7 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     tokens, length = step.tokens / n, round(step.prompt + step.response)
     # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
     pairs = model.attention_pairs(length) / length
-    attention = 4 * model.num_attention_heads * model.head_dim * pairs
+    attention = model.flops_per_pair * pairs
     blocks_flops, head_flops = tokens * (2 * weights_per_token(model) + attention), 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing
     part = 1 if again is True else again / model.num_hidden_layers

@@ -37,6 +37,22 @@ MAMBA = {
     "mamba_chunk_size": 8,
     "mamba_expand": 2,
 }
+LATENT = {  # vLLM computes it on a CPU if kv_lora_rank + qk_rope_head_dim = 576
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # of what is rotated
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+}
 OF_FAMILY = {
     "llama": {"rope_parameters": LLAMA3_ROPE},
     "mistral": {"sliding_window": WINDOW},
@@ -130,6 +146,16 @@ OF_FAMILY = {
         "block_multiple_of": 32,
         "tie_word_embeddings": True,
     },
+    "glm4_moe_lite": LATENT
+    | {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "q_lora_rank": None,
+    },
+    "deepseek_v3": LATENT
+    | {"n_group": 2, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
 }
 
 
