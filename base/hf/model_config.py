@@ -459,7 +459,9 @@ class BlocksConfig(ModelConfig):
         _check_layers(hf, family, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        key_heads = hf["num_key_value_heads"]
         if family.qkv == "latent":
+            key_heads = heads  # whatever the field says
             rotated = hf["qk_rope_head_dim"]
             if hf.get("head_dim") not in (None, rotated):
                 problem = f"head_dim={hf['head_dim']}: transformers rotates as many, vLLM qk_rope_head_dim={rotated}"
@@ -474,7 +476,7 @@ class BlocksConfig(ModelConfig):
             intermediate_size=inner,
             num_hidden_layers=num_layers,
             num_attention_heads=heads,
-            num_key_value_heads=hf["num_key_value_heads"],
+            num_key_value_heads=key_heads,
             head_dim=head_dim,
             tie_word_embeddings=hf.get("tie_word_embeddings", hf.get("tie_embedding", family.is_tied)),
             max_position_embeddings=hf.get("max_position_embeddings"),

@@ -233,6 +233,10 @@ class Plan:
             return norms + attention + 3 * c * m.intermediate_size
         norms = self.norm_bytes * (len(m.family.norms) * m.hidden_size + (queries + keys) * has_qk_norm)
         attention += c * m.hidden_size  # its input, which is also the MLP's where a block has a single norm
+        if m.family.qkv == "latent":
+            attention += (self.norm_bytes + c) * (m.hf["kv_lora_rank"] + (m.hf.get("q_lora_rank") or 0))
+            if m.value_dim < m.head_dim:  # what attention gives is padded (attention._flash_attention)
+                attention += c * m.num_attention_heads * m.value_dim
         if m.num_experts == 0:
             tensors = 2 if m.family.mlp == "plain" else 4
             mlp = c * tensors * m.intermediate_size
@@ -261,7 +265,7 @@ class Plan:
         if m.num_experts == 0:
             return m.hidden_size * m.intermediate_size
         if self.lora:  # experts are not adapted: the output of the attention is the largest
-            return m.hidden_size * m.num_attention_heads * m.head_dim
+            return m.hidden_size * m.num_attention_heads * m.value_dim
         return m.num_experts * m.hidden_size * m.expert_size
 
     def kept(self, num_blocks: int) -> float:

@@ -25,7 +25,7 @@ from count_memory import (
 )
 from families import hf_config
 from ranks import ranks
-from real_models import GEMMA3_1B, MISTRAL_7B, QWEN3_30B_A3B
+from real_models import GEMMA3_1B, GEMMA3_4B, MISTRAL_7B, MOONLIGHT, QWEN3_30B_A3B
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -110,6 +110,8 @@ OF_TRANSFORMERS = {  # and the number of parameters that their authors name
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952),
     "Mistral 7B v0.3": (MISTRAL_7B, 7_248_023_552),
+    "Gemma 3 4B": (GEMMA3_4B, 3_880_263_168),  # of the text model
+    "Moonlight 16B-A3B": (MOONLIGHT, 15_960_110_208),
 }
 
 
@@ -119,7 +121,8 @@ def test_what_a_block_of_transformers_keeps_on_cuda(name, monkeypatch):
     hf, num_parameters = OF_TRANSFORMERS[name]
     plan = Plan(run_config(), ModelConfig.from_hf(hf), 32_000, 1)
     assert count(plan.shapes) == num_parameters
-    counted = count_kept_by_transformers(ModelConfig.from_hf(hf | {"num_hidden_layers": 1, "vocab_size": 64}))
+    text = plan.model.hf | {"num_hidden_layers": 2, "vocab_size": 64}
+    counted = count_kept_by_transformers(ModelConfig.from_hf(text))
     assert plan.block_activations == pytest.approx(counted, rel=0.01)
 
 
@@ -141,6 +144,8 @@ AT_FULL_SIZE = {
     "Qwen3-30B-A3B": (8, {"recompute": 32, "offload_optimizer_for_logprob": True}),
     "Gemma 3 1B": (1, {"recompute": False}),
     "Mistral 7B v0.3": (4, {"recompute": True}),
+    "Gemma 3 4B": (2, {"recompute": 17}),
+    "Moonlight 16B-A3B": (8, {"recompute": True}),
 }
 
 
@@ -166,7 +171,12 @@ def step_at_full_size(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "num_gpus"), [("Qwen3-30B-A3B", "math_30b_a3b.yaml", 8), ("Gemma 3 1B", "gemma3_1b.yaml", 1)]
+    ("name", "file", "num_gpus"),
+    [
+        ("Qwen3-30B-A3B", "math_30b_a3b.yaml", 8),
+        ("Gemma 3 1B", "gemma3_1b.yaml", 1),
+        ("Gemma 3 4B", "gemma3_4b.yaml", 2),
+    ],
 )
 def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
     model = ModelConfig.from_hf(OF_TRANSFORMERS[name][0])
