@@ -678,6 +678,12 @@ LLAVA = {
     "head": "language_model.lm_head.",
     "kept": ("vision_tower.", "multi_modal_projector."),
 }
+QWEN3_5 = {
+    "body": "model.language_model.",
+    "head": "lm_head.",
+    "kept": ("model.visual.", "mtp."),
+    "defaults": {},
+}
 WHOLE = {
     "gemma3": Whole(
         texts=("gemma3_text",),
@@ -685,29 +691,28 @@ WHOLE = {
         defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
     ),
     "mistral3": Whole(texts=("mistral", "ministral3"), **LLAVA, defaults={}),
+    "qwen3_5": Whole(texts=("qwen3_5_text",), **QWEN3_5),
+    "qwen3_5_moe": Whole(texts=("qwen3_5_moe_text",), **QWEN3_5),
 }
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls it
 
 # model_type -> why it is refused.
 STATE = "a layer carries state across sequences, which nobody has tried in packs: use a Qwen3.5 or a Nemotron H"
 REFUSED = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "kimi_linear", "minimax_m1", "olmo_hybrid", "lfm2_moe"), STATE),
+    **dict.fromkeys(("kimi_linear", "minimax_m1", "olmo_hybrid", "lfm2_moe"), STATE),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "recurrent_gemma", "rwkv"), STATE),
     **dict.fromkeys(
         ("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention: use a Llama 3"
     ),
     "llama4": "chunked attention is not supported: use a Llama 3",
     "llama4_text": "chunked attention is not supported: use a Llama 3",
-    "gemma2": "it caps the logits, and the output layer's kernels have no cap: use a Gemma 3",
+    "gemma2": "it caps the scores of its attention, which the attention over packs does not: use a Gemma 3",
     "ernie4_5_moe": "vLLM 0.32 ignores the bias of its routers on a CPU, so no sync has been proven: use a Glm4 MoE",
     "gpt_oss": "vLLM 0.32 does not reload its sinks and experts: use a Qwen3 MoE",
     "cohere": "nobody has tried it: use a Cohere 2",
     "gemma4": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
-    **dict.fromkeys(
-        ("kimi_k2", "kimi_k25"),
-        "its weights are published quantized, and transformers has no such model: use a DeepSeek",
-    ),
+    **dict.fromkeys(("kimi_k2", "kimi_k25"), "its weights are published quantized alone: use a DeepSeek V3"),
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")

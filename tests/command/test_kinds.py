@@ -14,7 +14,8 @@ from examples.moe.upcycle import STARTER
 
 pytestmark = pytest.mark.long
 KINDS = ("deepseek_v3", "gemma3")
-SAVE = "checkpointing.save_period=2"
+PARTS = ("train.0", "train.1", "validation")
+WORDS = ["checkpointing.save_period=2", *(f"data.{part}.env_name=sick:distinct_characters" for part in PARTS)]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -27,7 +28,7 @@ def runs(request, tmp_path_factory):
     (folder / "model.safetensors").unlink()
     make_family(kind, eos_token_id=257, pad_token_id=256).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text("{}")
-    words = [f"policy.model_name={folder}", SAVE]
+    words = [f"policy.model_name={folder}", *WORDS]
     works = [work / name for name in ("unbroken", "resumed", "two_ranks")]
     for number, path in enumerate(works):
         path.mkdir()

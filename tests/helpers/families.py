@@ -161,6 +161,21 @@ OF_FAMILY = {
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
+QWEN3_5 = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 14,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    },
+    "image_token_id": 292,
+    "video_token_id": 293,
+    "vision_start_token_id": 290,
+    "vision_end_token_id": 291,
+}
 # Folders with a vision part. What `fields` of the functions below change is of the text model.
 OF_WHOLE = {
     "gemma3": {
@@ -178,6 +193,8 @@ OF_WHOLE = {
         "image_token_index": 292,
         "tie_word_embeddings": False,
     },
+    "qwen3_5": QWEN3_5 | {"text_config": {"model_type": "qwen3_5_text"}, "tie_word_embeddings": True},
+    "qwen3_5_moe": QWEN3_5 | {"text_config": {"model_type": "qwen3_5_moe_text"}},
 }
 
 

@@ -166,6 +166,9 @@ def test_unsupported_configs_name_the_field(change, message):
 OTHER_FAMILY = {**QWEN2, "model_type": "mistral", "num_key_value_heads": 2}
 SOME_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 EXPERTS = {"model_type": "qwen3_moe", **SOME_EXPERTS}
+LATENT = {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+LATENT |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+LATENT["moe_intermediate_size"] = 96
 REFUSED = [
     (dict(model_type="jamba"), "model_type='jamba': a layer carries state across sequences"),
     (dict(model_type="kimi_linear"), "model_type='kimi_linear': a layer carries state across sequences"),
@@ -200,7 +203,12 @@ REFUSED = [
     (dict(EXPERTS, moe_intermediate_size="96"), "moe_intermediate_size='96': expected int above 0"),
     (dict(EXPERTS, num_experts_per_tok=9), "num_experts_per_tok=9 is more than num_experts=8: use 8 or less"),
     (dict(EXPERTS, model_type="qwen2_moe"), "shared_expert_intermediate_size=None: expected int above 0"),
-    (dict(model_type="olmoe", **SOME_EXPERTS, norm_topk_prob=True), "set it to false"),
+    (dict(model_type="olmoe", **SOME_EXPERTS, norm_topk_prob=True), "norm_topk_prob=true with model_type='olmoe'"),
+    (dict(LATENT, kv_lora_rank=None), "kv_lora_rank=None: expected int above 0"),
+    (dict(LATENT, head_dim=192), "head_dim=192: transformers rotates as many, vLLM qk_rope_head_dim=64"),
+    (dict(LATENT, rope_interleave=False), "rope_interleave=false with model_type='deepseek_v3'"),
+    (dict(LATENT, topk_method="greedy"), 'transformers and vLLM 0.32 differ; supported: absent, "noaux_tc"'),
+    (dict(model_type="kimi_k2"), "its weights are published quantized"),
 ]
 
 
