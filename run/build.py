@@ -25,10 +25,12 @@ from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
 from model import Decoder, Reference, load_policy
+from records import Engine
 from rollout import Sampler
 from run import checkpoint
 
 if TYPE_CHECKING:
+    from base.agents.endpoint import Endpoint
     from run.split.generators import Generators
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
@@ -220,17 +222,22 @@ def build_sampler(
     ranks.print_rank0(f"engine: {engines}, {engine.runner}, vocabulary {engine.vocab_size:,}")
     endpoint = None
     if cfg.env.agents:
-        from base.agents.endpoint import Endpoint  # a run without agents imports nothing of them
-        from base.agents.parser import ReplyParser
-
-        server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
-        parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
         agents = [inputs.environments[agent.name] for agent in cfg.env.agents if agent.name in inputs.environments]
-        endpoint = Endpoint(engine, inputs.tokenizer, ranks, parse, agents)
+        endpoint = build_endpoint(cfg, inputs, ranks, engine, agents=agents)
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
     may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
     kind = AheadSampler if may_start_early else Sampler
     return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, stop=stop)
+
+
+def build_endpoint(cfg: Config, inputs: RunInputs, ranks: Ranks, engine: Engine, **options) -> "Endpoint":
+    """options: of Endpoint."""
+    from base.agents.endpoint import Endpoint  # a run without agents imports nothing of them
+    from base.agents.parser import ReplyParser
+
+    server = cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs
+    parse = ReplyParser(reply_parsers(), inputs.tokenizer, server)
+    return Endpoint(engine, inputs.tokenizer, ranks, parse, **options)
 
 
 def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:

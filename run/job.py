@@ -96,13 +96,16 @@ class Run(Job):
         return num_after_next_batch > self.cfg.grpo.max_num_epochs * self.inputs.train.num_problems
 
 
-def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True) -> int:
-    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no watchdog."""
+def run_rank(
+    usage: str, words: Sequence[str], work: Callable[[Job], str], *, to_train: bool = True, reads_data: bool = True
+) -> int:
+    """One rank from start to exit code. work: returns why the run ended. Without to_train there is no watchdog; without
+    reads_data the job has a model alone."""
     folder = watchdog = memory = None
     peers = NO_PEERS
     try:
         gpu_bytes, words = gpu_memory(words)
-        cfg = parse_command_line(words, usage)
+        cfg = parse_command_line(words, usage, reads_data)
         generation = cfg.policy.generation
         split = None
         if generation.num_generators:
@@ -112,7 +115,7 @@ def run_rank(usage: str, words: Sequence[str], work: Callable[[Job], str], *, to
         ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, split)
         peers = ranks.peers
         cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
-        inputs = read_inputs(cfg, to_train=to_train, on_rank0=partial(on_rank0, group=ranks.job))
+        inputs = read_inputs(cfg, to_train=to_train, reads_data=reads_data, on_rank0=partial(on_rank0, group=ranks.job))
         plan = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
         if device.type == "cuda":
             plan = with_pack_tokens(plan, ranks)

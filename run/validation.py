@@ -15,6 +15,7 @@ from base.system.exchange import move_to_log
 from base.system.progress import Progress
 from config import Config
 from metrics import summarize
+from model import Decoder
 from records import Sample, SamplingOptions, groups_of
 from rollout import Sampler
 from run import checkpoint
@@ -60,14 +61,7 @@ def evaluate(job: Job) -> str:
     ranks = job.ranks
     start = time.perf_counter()
     model, sampler = build(cfg, inputs, ranks, job.device)
-    step = 0
-    scored = None
-    if cfg.checkpointing.resume_from:
-        checkpoints = checkpoint_folder(cfg.checkpointing, Path(cfg.checkpointing.resume_from))
-        base = hash_of_base(cfg, inputs, ranks)
-        state = checkpoint.load(checkpoints, cfg.checkpointing, model, None, ranks, {}, base)
-        step = state["step"]
-        scored = f"{checkpoints}, step {step}"
+    step, scored = load_scored(job, model)
     sync_weights(model, sampler.engine, step)
     log = None
     if ranks.rank == 0:
@@ -101,6 +95,18 @@ def evaluate(job: Job) -> str:
     if ranks.rank == 0:
         write_whole(file, json.dumps(report, indent=2) + "\n")
     return f"scored: {file}"
+
+
+def load_scored(job: Job, model: Decoder) -> tuple[int, str | None]:
+    """Loads the weights of the run that the config names, if it names one; else they are the folder's already. Returns
+    (their step, the checkpoint). A collective."""
+    saving = job.cfg.checkpointing
+    if not saving.resume_from:
+        return 0, None
+    checkpoints = checkpoint_folder(saving, Path(saving.resume_from))
+    base = hash_of_base(job.cfg, job.inputs, job.ranks)
+    state = checkpoint.load(checkpoints, saving, model, None, job.ranks, {}, base)
+    return state["step"], f"{checkpoints}, step {state['step']}"
 
 
 def modes(cfg: Config) -> dict[str, tuple[int, SamplingOptions]]:

@@ -14,7 +14,7 @@ from base.agents.calls import Call, Rollout, sequence_of
 from base.agents.environment import LOOPBACK, Agent
 from base.agents.parser import Parsed
 from base.agents.server import Asked, Gone, Server
-from base.agents.wire_chat import Answer, Delta, Refused, Reply, Request, Token
+from base.agents.wire_chat import Answer, Delta, Refused, Reply, Request, Sampling, Token
 from base.hf.tokenizer import Tokenizer
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks
@@ -57,13 +57,23 @@ class Stream:
 
 class Endpoint:
     """Answers the agents of this rank's engine. All ranks of an engine make the same calls: its first rank has the
-    server, and tells the others what was asked."""
+    server, and tells the others what was asked. clients_sample: temperature, top_p and top_k of a chat request
+    count."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, ranks: Ranks, parse: Parser, agents: Sequence[Agent] = ()):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        ranks: Ranks,
+        parse: Parser,
+        agents: Sequence[Agent] = (),
+        clients_sample: bool = False,
+    ):
         self.engine = engine
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.parse = parse
+        self.clients_sample = clients_sample
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.streams: dict[str, Stream] = {}  # by the engine's request ids
@@ -72,6 +82,8 @@ class Endpoint:
         if ranks.leads_engine:
             addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
             self.server = Server(lambda key: key in self.rollouts, ranks.print_rank0, [LOOPBACK, *sorted(addresses)])
+            if clients_sample:
+                self.server.enforced = Sampling.model_fields
         for agent in agents:
             if agent.max_starting is not None:
                 agent.pool.may_start = partial(self.may_start, agent.max_starting)
@@ -167,6 +179,7 @@ class Endpoint:
             return
         try:
             self._check_stop_ids(request)
+            sampling = Sampling.asked_by(request) if self.clients_sample else {}
             calls = rollout.ask(asked.number, request, asked.num_bytes, self.tokenizer)
         except Refused as refused:
             self._answer(asked.number, refused)
@@ -187,6 +200,7 @@ class Endpoint:
             stop_strings=tuple(request.stop or ()),
             stop_token_ids=tuple(request.stop_token_ids or ()),
             top_logprobs=_num_likeliest(request),
+            **sampling,
         )
         prompts = [call.prompt_ids for call in calls]
         seeds = [call.seed for call in calls]

@@ -13,7 +13,7 @@ import socket
 import threading
 import traceback
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -132,12 +132,13 @@ class Server:
     def __init__(self, is_open: Callable[[str], bool], note: Callable[[str], None], addresses: Sequence[str]):
         self.is_open = is_open
         self.note = note
-        self.inbox: queue.SimpleQueue[Asked | Gone] = queue.SimpleQueue()
+        self.inbox: queue.Queue[Asked | Gone] = queue.Queue()  # SimpleQueue.get: see grading.py
         # Of each request that waits for its answer, by its number: what has come of it.
         self.waiting: dict[int, asyncio.Queue[Delta | Answer | Refused | ClientDisconnect]] = {}
         self.conversations: dict[str, Conversations] = {}  # by the rollout's key
         self.numbers = count()
         self.noted: set[str] = set()
+        self.enforced: Collection[str] = ()  # of DECIDED, what a request over the wire of chat completions may decide
         self.faults: list[str] = []
         # A connection that closes amid a request makes its client ask again: only hang_up and shut_down close any.
         settings = uvicorn.Config(
@@ -265,7 +266,8 @@ class Server:
         conversations = self.conversations.setdefault(key, {})
         body = await _read_body(http)
         wire = kind(body, conversations)
-        self._note_what_is_not_enforced(wire.not_enforced)
+        enforced = self.enforced if kind is Chat else ()
+        self._note_what_is_not_enforced(wire.not_enforced, enforced)
         request = wire.request
         number = next(self.numbers)
         inbox = asyncio.Queue()
@@ -315,10 +317,10 @@ class Server:
         finally:
             del self.waiting[number]
 
-    def _note_what_is_not_enforced(self, given: dict) -> None:
+    def _note_what_is_not_enforced(self, given: dict, enforced: Collection[str]) -> None:
         """Each key once."""
         for name, value in given.items():
-            if value is None or name in HARMLESS or value in SERVED_VALUES.get(name, ()):
+            if value is None or name in HARMLESS or name in enforced or value in SERVED_VALUES.get(name, ()):
                 continue
             if name in self.noted or len(self.noted) == MAX_NOTES:
                 continue

@@ -188,6 +188,24 @@ class Request(BaseModel):
         return self.messages[-1]["content"] if self.continue_final_message else ""
 
 
+class Sampling(BaseModel):
+    """How a client wants its replies drawn. In a run the config decides that, but not where a model is only served."""
+
+    model_config = ConfigDict(strict=True)
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+
+    @classmethod
+    def asked_by(cls, request: Request) -> dict[str, float]:
+        """What is asked of these, by name. Raises Refused."""
+        sampling = read_body(cls, request.model_extra or {}, renamed={})
+        asked = sampling.model_dump(exclude_none=True)
+        if asked.get("top_k") == -1:  # how vLLM's clients write "no limit"
+            asked["top_k"] = None
+        return asked
+
+
 def read_body(model: type[BaseModel], body: bytes | dict, renamed: dict[str, str]) -> BaseModel:
     """The body of a request. renamed: what this wire calls keys of the model. Raises Refused."""
     try:

@@ -20,8 +20,9 @@ ALL_RANKS_GENERATE = [
 ]
 
 
-def parse_command_line(argv: Sequence[str], usage: str) -> Config:
-    """The validated config of a command line, with the run that it resumes. ConfigError for whatever is wrong."""
+def parse_command_line(argv: Sequence[str], usage: str, reads_data: bool = True) -> Config:
+    """The validated config of a command line, with the run that it resumes, and, unless reads_data, without data and
+    environments. ConfigError for whatever is wrong."""
     flags = {"--check", "--all", "--explain"} & set(argv) if "--check" in argv else set()
     words = [word for word in argv if word not in flags]
     if not words or words[0].startswith("-") or ("=" in words[0] and not os.path.exists(words[0])):
@@ -29,7 +30,8 @@ def parse_command_line(argv: Sequence[str], usage: str) -> Config:
     # Without torchrun, `--check` does not know the number of ranks: it takes the fewest that there may be.
     num_ranks = number_in_environment("WORLD_SIZE") or (None if flags else 1)
     ranks_of_node = number_in_environment("LOCAL_WORLD_SIZE")
-    cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain="--explain" in flags)
+    explain = "--explain" in flags
+    cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain=explain, reads_data=reads_data)
     return resume.resolve(cfg)
 
 

@@ -9,12 +9,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from base.check.contradictions import contradictions
 from base.inputs import reader
 from base.system.imports import ROOT
-from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DatasetConfig
+from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DataConfig, DatasetConfig, EnvConfig
 
 RESOURCES = "policy.generation.colocated.resources"
 NO_VALIDATION = "ask for no validation with grpo.val_period=0 grpo.val_at_start=false grpo.val_at_end=false"
@@ -27,13 +28,18 @@ def load_checked(
     ranks_of_node: int | None = None,
     *,
     explain: bool = False,
+    reads_data: bool = True,
 ) -> Config:
     """The config of a file, as `reader.load` reads it, for `world_size` ranks, so many to a node; None: for the fewest
-    that there may be. ConfigError, a line for each mistake, whether it is about one key or several."""
+    that there may be. Unless reads_data, it is without data and environments. ConfigError, a line for each mistake,
+    whether it is about one key or several."""
     reading = reader.read(path, overrides, explain=explain)
-    num_ranks = fewest_ranks(reading.cfg) if world_size is None else world_size
-    reading.raise_problems(list(config_problems(reading.cfg, num_ranks, ranks_of_node)))
-    return reading.cfg
+    cfg = reading.cfg
+    if not reads_data:
+        cfg = replace(cfg, data=DataConfig(), env=EnvConfig())
+    num_ranks = fewest_ranks(cfg) if world_size is None else world_size
+    reading.raise_problems(list(config_problems(cfg, num_ranks, ranks_of_node, reads_data)))
+    return cfg
 
 
 def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None) -> None:
@@ -43,7 +49,7 @@ def check_config(cfg: Config, world_size: int, ranks_of_node: int | None = None)
         raise ConfigError(*problems)
 
 
-def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> Iterator[str]:
+def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None, reads_data: bool = True) -> Iterator[str]:
     """What is wrong with keys beside each other."""
     assert world_size >= 1, world_size
     yield from _split_problems(cfg, world_size, ranks_of_node)
@@ -53,7 +59,8 @@ def config_problems(cfg: Config, world_size: int, ranks_of_node: int | None) -> 
     yield from contradictions(cfg)
     yield from _checkpoint_problems(cfg)
     yield from _reward_problems(cfg)
-    yield from _dataset_problems(cfg)
+    if reads_data:
+        yield from _dataset_problems(cfg)
     yield from _mix_problems(cfg)
     yield from _custom_problems(cfg)
     yield from _agent_problems(cfg)

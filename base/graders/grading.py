@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +58,9 @@ class Grading:
             if getattr(environment, "leads", False):
                 self.leading.add(name)
         self.threads: dict[str, SimpleQueue[tuple[Turns, ...]]] = {}  # environment -> what its thread is asked
-        self.ended: SimpleQueue[Results | BaseException] = SimpleQueue()  # for `grade` to return, or raise
+        # For `grade` to return, or raise. Not a SimpleQueue: CPython 3.11's get(timeout) waits without end if a signal
+        # comes as the time runs out.
+        self.ended: Queue[Results | BaseException] = Queue()
 
     def grade(self, asked: Mapping[str, Sequence[Turns]], block: bool = False) -> Results:
         """Takes turns for each environment, in parts that go together. Returns the results that are there, each once;

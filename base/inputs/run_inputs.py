@@ -72,18 +72,21 @@ def read_inputs(
     *,
     to_train: bool = True,
     to_plan: bool = False,
+    reads_data: bool = True,
     max_rows: int | None = None,
     on_rank0: OnRank0 = lambda work: work(),
 ) -> RunInputs:
     """Everything the config names; ConfigError for whatever is wrong with it. Without `to_train` the run of
     `resume_from` is only scored, and there may be no step to train. With `to_plan` the policy's weights may be absent.
-    max_rows, on_rank0: as in `load_dataset`."""
+    Without `reads_data` the model is all there is. max_rows, on_rank0: as in `load_dataset`."""
     if to_train:
         check_wandb(cfg.logger)
     resume.check_folders(cfg)
     if cfg.checkpointing.resume_from:
         resume.check_resumable(cfg, to_train)
     folder, model, tokenizer = read_policy(cfg, to_plan)
+    if not reads_data:
+        return RunInputs(folder, model, tokenizer, Mixture((), cfg), {}, {})
     environments = Environments(cfg.env, num_grading_ranks(cfg))
     train, validation = read_datasets(cfg, tokenizer, environments, max_rows, on_rank0)
     mixture = Mixture(train, cfg)

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import signal_amid
 
+from base.graders import grading as grading_module
 from base.graders.grading import Grading
 from base.graders.pool import PoolEnvironment
 from base.graders.reward_function import RewardFunction
@@ -139,6 +141,18 @@ def test_told_to_stop_nobody_waits_for_a_slow_environment():
     slow = Threads(threading.Event())
     with pytest.raises(Interrupted):
         Grading({"slow": slow}, stop=lambda: bool(slow.calls)).grade({"slow": [turns_of("a")]}, block=True)
+    slow.go.set()
+
+
+def test_a_signal_as_a_wait_ends_is_no_wait_without_end(monkeypatch):
+    """A run that was told to stop waited for its slow environment."""
+    monkeypatch.setattr(grading_module, "WAIT_SECONDS", 0.2)
+    slow, stop = Threads(threading.Event()), []
+    rescue = threading.Timer(20, slow.go.set)
+    rescue.start()
+    with signal_amid(0.05, lambda: stop.append(time.sleep(0.3))), pytest.raises(Interrupted):
+        Grading({"slow": slow}, stop=lambda: bool(stop)).grade({"slow": [turns_of("a")]}, block=True)
+    rescue.cancel()
     slow.go.set()
 
 

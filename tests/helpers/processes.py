@@ -1,6 +1,8 @@
-"""What a process has started."""
+"""What a process has started, and signals to it."""
 
 import os
+import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,3 +19,13 @@ def children():
         above = {pid for pid, parent in parents.items() if parent in above}
         found |= above
     return found
+
+
+@contextmanager
+def signal_amid(seconds, handler):
+    """A signal after so many seconds, which this handler answers."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
