@@ -125,7 +125,7 @@ def assigned(words: Sequence[str]) -> Values:
     values: Values = {}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals:
+        if not key or not equals:
             raise ConfigError(f"{shortened(word)}: expected key=value")
         values[key] = parse_yaml(text, shortened(word))
     return values

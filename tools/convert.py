@@ -29,7 +29,7 @@ from base.system.files import read_text
 from config import ConfigError, printable
 from tools import config_files, from_trl, from_verl
 from tools.config_files import Values
-from tools.translation import GRADED_BY, YOURS, Translation
+from tools.translation import GRADED_BY, LARGEST, YOURS, Translation, is_number
 
 NAMES = {"trl": "TRL", "verl": "verl"}
 TRANSLATE = {"trl": from_trl.translate, "verl": from_verl.translate}
@@ -325,8 +325,8 @@ def _check_spelling(key: str, table: Mapping[str, Any], place: str) -> None:
 
 def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
     """The value of a key, where a number may be quoted. ConfigError for a number that is none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{name}: {key}={text_of(value)}: expected a finite number")
+    if type(value) in (int, float) and not is_number(value):
+        raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a finite number, below {LARGEST:.0e}")
     default = row.get("default")
     kind = "text"
     if type(default) in (int, float):
@@ -336,7 +336,7 @@ def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
         return value
     text = text_of(value)
     quoted = yaml_text.typed(text)
-    if type(quoted) in (int, float) and math.isfinite(quoted):
+    if is_number(quoted):
         return quoted
     others = [*row.get("values", ())]
     if text_of(default) not in others:

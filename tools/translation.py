@@ -1,6 +1,5 @@
 """What several keys of TRL or verl decide together; from_trl.py and from_verl.py fill it in."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +8,7 @@ from base.inputs.keys import text_of
 from config import ConfigError
 
 GRADED_BY = "data.default.env_name"
+LARGEST = 1e18  # of numbers, so that products of them stay finite
 YOURS = "your_module:"  # what --check cannot import: the user is to name a function of theirs in its place
 
 
@@ -23,7 +23,7 @@ class Translation:
 def whole(values: Mapping[str, Any], key: str, least: int) -> int:
     """The value of a key that must be a whole number. ConfigError."""
     value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_number(value) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{key}={text_of(value):.80}: expected a whole number, {least} or more")
     return value
 
@@ -31,6 +31,11 @@ def whole(values: Mapping[str, Any], key: str, least: int) -> int:
 def number(values: Mapping[str, Any], key: str) -> float:
     """The value of a key that must be a number. ConfigError."""
     value = values[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not is_number(value):
         raise ConfigError(f"{key}={text_of(value):.80}: expected a number")
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one with which one can count: no bool, no NaN, and below LARGEST."""
+    return type(value) in (int, float) and abs(value) < LARGEST

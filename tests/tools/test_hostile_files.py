@@ -1,5 +1,6 @@
 """Files that nobody meant to be read: the converter ends in time, with a config or with one message."""
 
+import json
 import random
 import re
 import signal
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from small_run import ROOT
-from test_configs import CONFIGS, written
+from test_configs import CONFIGS, nested, written
 
 from base.inputs import reader
 from config import ConfigError
-from tools.convert import convert
+from tools.convert import NAMES, convert, load_table
 
 SECONDS = 20  # of one file, on a busy machine; all but the largest take less than one
 
@@ -90,6 +91,9 @@ CASES = [
     ("trl", "a.json", '{"max_grad_norm": Infinity}', "max_grad_norm=Infinity: expected a finite number"),
     ("trl", "a.json", '{"beta": 1e400}', "beta=Infinity: expected a finite number"),
     ("trl", "a.json", '{"lr_scheduler_kwargs": {"min_lr": NaN}}', "min_lr=NaN: expected a number"),
+    ("trl", "a.json", f'{{"delta": {"9" * 400}}}', "expected a finite number"),
+    ("trl", "a.json", f'{{"delta": "{"9" * 400}"}}', "expected a number"),
+    ("trl", "a.json", f'{{"num_iterations": {"9" * 17}, "generation_batch_size": {"8" * 17}0}}', "num_iterations="),
     ("trl", "a.json", '{"beta": 0.1, "beta": 0.2}', "'beta' is there twice"),
     ("trl", "a.json", '{"beta": 0.1} // of the run', "not valid JSON"),
     ("trl", "a.json", '{"beta": 0.1,}', "not valid JSON"),
@@ -185,3 +189,48 @@ def test_mutated_files(count, tmp_path):
         if not answer.startswith("error: "):
             (tmp_path / "ours.yaml").read_text(encoding="utf-8")
     assert num_converted > count / 10
+
+
+DEEP = [[["x"] * 3] * 3] * 3
+OF_OTHER_TYPES = [
+    None,
+    True,
+    -1,
+    1e308,
+    10**400,
+    "",
+    "x\ny",
+    "nan",
+    "0.5_",
+    [],
+    [None],
+    ["a", 1],
+    {},
+    {"a": None},
+    DEEP,
+]
+LATER = [pytest.param(number, marks=pytest.mark.long) for number in range(1, len(OF_OTHER_TYPES))]
+
+
+@pytest.mark.parametrize("offset", [0, *LATER])
+@pytest.mark.parametrize("system", NAMES)
+def test_values_of_other_types(system, offset, tmp_path):
+    """Each key has each of these values once, beside an ordinary config."""
+    name = {"trl": "a.json", "verl": "a.yaml"}[system]
+    ordinary = {"trl": {}, "verl": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}}[system]
+    answers = []
+    for number, key in enumerate(load_table(system)["keys"]):
+        value = OF_OTHER_TYPES[(number + offset) % len(OF_OTHER_TYPES)]
+        if "*" in key or "(" in key:
+            continue
+        config = ordinary | {key: value}
+        text = json.dumps(nested(config) if system == "verl" else config)
+        answers.append(outcome(system, name, text, tmp_path))
+    assert len({answer.startswith("error: ") for answer in answers}) == 2, "some are refused, some converted"
+
+
+@pytest.mark.parametrize("word", ["", "beta", "=0.1", "beta=[", "beta=&a *a", f"beta={'[' * 500}", "beta=!!float x"])
+def test_words_that_nobody_means(word, tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(ConfigError):
+        convert("trl", str(tmp_path / "a.json"), [word], str(tmp_path / "ours.yaml"))
