@@ -3,10 +3,12 @@
 import gzip
 import json
 import random
+import re
 import socket
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 
@@ -19,11 +21,15 @@ from agent_case import MAX_TOKENS, OPTIONS, TOOLS, as_calls, eight_calls, endpoi
 from base.agents.calls import sequence_of
 from base.agents.endpoint import Endpoint, certain_text
 from base.agents.parser import Parsed
+from base.check import preflight
 from base.hf.tokenizer import Tokenizer
+from base.inputs.reader import load
+from examples.agents import function_call
 from pack import pack_samples, rows_of, to_device
 from records import Grade, Sample
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
 NUM_ROLLOUTS = 8  # 64 in docs/LOG.md
 
 
@@ -439,6 +445,49 @@ def test_f4_the_user_hears_why_no_tool_is_ever_called(case, capfd):
         said = capfd.readouterr().out.splitlines()
         assert len(said) == len(named) and all(word in line for word, line in zip(named, said, strict=True))
         endpoint.shut_down()
+
+
+def test_f4_the_example_whose_policy_calls_a_function(case, capfd):
+    """A scripted policy: it calls the function, or what is none, and answers with what comes back."""
+    [row] = function_call.rows(SimpleNamespace(subset="7:8"))
+    a, b = map(int, re.findall(r"\d+", row["problem"]))
+    calls = [{"name": "multiply", "arguments": json.dumps({"a": a, "b": b})}]
+
+    def parse(text, tools, template_kwargs, prompt_ids):
+        prompt = case.tokenizer.decode(prompt_ids)
+        if row["answer"] in prompt or not tools:
+            return Parsed(None, f"It is {int(row['answer']):,}", [])
+        return Parsed(None, None, calls)
+
+    parse.content_of_beginning = lambda *_: ""
+    parse.needs_special_tokens = parse.reads_calls = True
+    endpoint = endpoint_of(case, parse)
+    key, url = endpoint.open((1,), OPTIONS, -1, 100)
+    messages = [{"role": "user", "content": row["problem"]}]
+    for arguments, reward, num_calls in (
+        (calls[0]["arguments"], 1.0, 2),
+        ("[" * 5000, 0.0, 3),
+        ('{"a": 1e999}', 0.0, 3),
+    ):
+        calls[0]["arguments"] = arguments
+        rollout = endpoint.rollouts[key]
+        rollout.calls.clear()
+        [found] = serve(endpoint, [lambda: function_call.solve(url, messages, row["answer"])])
+        assert (found, len(rollout.calls), len(rollout.rows())) == (reward, num_calls, 1)
+    assert endpoint.server.faults == [] and capfd.readouterr().out == ""
+    endpoint.shut_down()
+    assert function_call.multiply("multiply", '{"a": "3", "b": 4}') == "12"
+    for arguments in ("", "[]", "{}", '{"a": null, "b": 1}', '{"a": 1e999, "b": 1}', "null"):
+        assert function_call.multiply("multiply", arguments).startswith("error: give")
+    assert function_call.multiply("divide", "{}").startswith("error: there is no")
+
+
+def test_f4_the_examples_config_passes_the_check(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["policy.model_name=examples/arithmetic/starter", "env.agents.0.num_workers=1"]  # its own is downloaded
+    cfg = load("examples/agents/function_call.yaml", words)
+    assert "graded by multiply: 4,000 prompts" in preflight.check(cfg)
+    assert cfg.policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser == "hermes"
 
 
 def vllms_stop(tokenizer, prompt_ids, ids, stops, stop_ids):
