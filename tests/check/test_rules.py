@@ -1,18 +1,21 @@
 """rules.py and contradictions.py: a config that cannot run, or a key that nothing reads, is refused by name."""
 
 import re
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from advantages import estimate_advantages
 from base.check.command_line import ALL_RANKS_GENERATE, parse_command_line
-from base.check.contradictions import RULES
+from base.check.contradictions import RULES, contradictions
 from base.check.rules import check_config, fewest_ranks, must_save_by_seconds
 from base.inputs import keys
 from base.inputs.reader import load
-from config import CheckpointingConfig, ConfigError
+from config import CheckpointingConfig, Config, ConfigError
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -145,3 +148,35 @@ REPLICAS = "policy.dtensor_cfg.dp_replicate_size"
 def test_replicas_have_the_key_of_nemo_rl(write, value, replicas):
     cfg = load(write(f"policy: {{dtensor_cfg: {{_v2: true, dp_replicate_size: {value}}}}}"))
     assert cfg.policy.dtensor_cfg.dp_replicate_size == replicas
+
+
+CASES = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
+
+
+def with_settings(settings):
+    cfg = Config()
+    for name, value in settings.items():
+        sections = name.split(".")
+        values = [tuple(value) if isinstance(value, list) else value]
+        for depth in range(len(sections) - 1, -1, -1):
+            section = attrgetter(".".join(sections[:depth]))(cfg) if depth else cfg
+            values.append(replace(section, **{sections[depth]: values[-1]}))
+        cfg = values[-1]
+    return cfg
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(f"{k}={v}" for k, v in case["set"].items()))
+def test_each_case_is_refused_by_its_rules(case):
+    """By as many messages as are written there, so that a rule that is lost is missed."""
+    refused = [message.partition("=")[0] for message in contradictions(with_settings(case["set"]))]
+    assert refused == case["refused"]
+
+
+def test_each_rule_has_a_case():
+    configs = [with_settings(case["set"]) for case in CASES]
+    for rule in RULES:
+        meets = [cfg for cfg in configs if all(condition.is_met(cfg) for condition in rule.when)]
+        for condition in rule.refuse:
+            assert any(condition.is_met(cfg) for cfg in meets), rule
+        for key in rule.unread:
+            assert any(attrgetter(key)(cfg) != keys.FIELDS[key].default for cfg in meets), (rule, key)
