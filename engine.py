@@ -116,6 +116,9 @@ class VLLMEngine:
                 _rotate_in_torch()
         if model.whole is not None:
             overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+            # V1 draws from a generator. A request that is put back drops its token in flight, which has moved it on.
+            hardware["async_scheduling"] = False
         self.llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out

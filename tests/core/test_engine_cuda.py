@@ -221,12 +221,13 @@ def test_arguments_on_cuda(cuda, capsys):
     ("version", "runner"),
     [((0, 24, 0), "0"), ((0, 28, 1, "cu130"), "0"), ((0, 29, 0), "unset"), ((0, 32, 0, "cpu"), "unset")],
 )
-def test_a_runner_that_does_not_survive_sleep_is_off(cuda, version, runner):
+def test_an_old_vllm_runs_v1_and_schedules_no_step_ahead(cuda, version, runner):
     cuda.setattr(engine_module.vllm, "__version_tuple__", version)
     with mock.patch.dict("os.environ", {}):
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
-        make_engine()
+        options = make_engine().llm.options
         assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "unset") == runner
+    assert options.get("async_scheduling", "vLLM's own") == (False if runner == "0" else "vLLM's own")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Like vLLM it has a prefix cache: logits of ids once seen, right until weights ch
 """
 
 import enum
+import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -241,6 +242,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         enable_flashinfer_autotune: bool | None = None,
         attention_backend: str | None = None,
+        async_scheduling: bool | None = None,
     ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -251,6 +253,8 @@ class LLM:
         assert enable_sleep_mode or (enforce_eager and not enable_chunked_prefill), "on CPU"
         assert max_num_batched_tokens >= max_model_len and max_num_seqs >= 1
         assert sleep_mode_offload_cudagraph <= enable_sleep_mode
+        draws_from_generators = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+        assert async_scheduling is (False if draws_from_generators else None), "a sample would not depend on its seed"
         self.max_num_seqs = max_num_seqs
         torch.manual_seed(seed)  # vLLM, too, seeds the global generators
         config = AutoConfig.from_pretrained(model, **hf_overrides)
