@@ -123,7 +123,7 @@ class VLLMEngine:
             model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out
             load_format="dummy",
-            generation_config="vllm",  # or it would add the folder's end tokens and sampling defaults to ours
+            generation_config="vllm",  # or it would add the folder's sampling defaults to ours
             hf_overrides=overrides if model.whole is None else partial(_text_config, model, overrides),
             dtype=dtype,
             max_model_len=self.max_total_tokens,
@@ -188,6 +188,7 @@ class VLLMEngine:
             top_k=options.top_k or 0,  # vLLM's word for no limit
             max_tokens=min(options.max_new_tokens, self.max_total_tokens - len(prompt)),
             stop_token_ids=[*self.stop_token_ids, *options.stop_token_ids],
+            ignore_eos=True,  # or vLLM would add the folder's end tokens, also where the config names others
             logprobs=options.top_logprobs,  # besides the sampled token's
             flat_logprobs=True,  # lists, not a dict and an object per token
             detokenize=False,

@@ -39,6 +39,7 @@ class SamplingParams:
     flat_logprobs: bool
     detokenize: bool
     output_kind: RequestOutputKind
+    ignore_eos: bool = False
     top_p: float = 1.0
     top_k: int = 0  # no limit
     seed: int | None = None
@@ -49,6 +50,7 @@ class SamplingParams:
         assert self.output_kind is RequestOutputKind.FINAL_ONLY, self
         assert self.temperature == 0 or self.seed is not None, "draws from torch's generator, which others use"
         assert len(self.stop_token_ids) > 0, "nothing would end a reply"
+        assert self.ignore_eos, "vLLM adds the folder's end tokens"
 
 
 @dataclass
