@@ -128,17 +128,17 @@ def test_the_edited_loss_is_trained(fork, name, key):
         assert other["train/grad_norm"] != pytest.approx(one["train/grad_norm"], rel=1e-3)
 
 
-@pytest.mark.long
 def test_a_value_of_each_token_goes_from_the_engine_to_a_metric_and_into_dumps(fork, tmp_path):
     """The likeliest id's log-probability: none is above it, and where only one id is kept it is 0."""
     (rows, _), (alone, _) = fork("token_value", ["logger.dump_rollouts=1"], ["policy.generation.top_k=1"])
     columns = load_file(tmp_path / "work" / "exp_001" / "rollouts" / "step_000001" / "rank_000.safetensors")
     assert (columns["top_logp_T"] >= columns["logp_T"]).all() and (columns["top_logp_T"] > columns["logp_T"]).any()
-    mean = columns["top_logp_T"][columns["mask_T"]].mean()
+    mean = columns["top_logp_T"][columns["mask_T"]].mean().item()
     assert rows[0]["train/sampler_top_logp"] == pytest.approx(mean, rel=1e-5) and mean < 0
     assert alone[0]["train/sampler_top_logp"] == 0
 
 
+@pytest.mark.long
 def test_metrics_that_are_added_change_nothing_else(fork, tmp_path):
     ((rows, _),) = fork("metric", [])
     plain = tmp_path / "plain"

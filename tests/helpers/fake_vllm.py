@@ -13,6 +13,7 @@ import enum
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -46,7 +47,7 @@ class SamplingParams:
 
     def __post_init__(self):
         assert self.temperature >= 0 and self.max_tokens >= 1 and 0 < self.top_p <= 1 and self.top_k >= 0, self
-        assert self.logprobs == 0 and self.flat_logprobs and not self.detokenize, self
+        assert self.logprobs >= 0 and self.flat_logprobs and not self.detokenize, self
         assert self.output_kind is RequestOutputKind.FINAL_ONLY, self
         assert self.temperature == 0 or self.seed is not None, "draws from torch's generator, which others use"
         assert len(self.stop_token_ids) > 0, "nothing would end a reply"
@@ -62,10 +63,11 @@ class FlatLogprobs:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    def append(self, entries: dict[int, float]) -> None:
+    def append(self, entries: Mapping[int, float] | Sequence[tuple[int, float]]) -> None:
         self.start_indices.append(len(self.token_ids))
-        self.token_ids += entries.keys()
-        self.logprobs += entries.values()
+        for token_id, logp in entries.items() if isinstance(entries, Mapping) else entries:
+            self.token_ids.append(token_id)
+            self.logprobs.append(logp)
         self.end_indices.append(len(self.token_ids))
 
 
@@ -116,7 +118,8 @@ class Request:
             token = int(logp_V.argmax())
         self.ids.append(token)
         self.reply.token_ids.append(token)
-        self.reply.logprobs.append({token: float(logp_V[token])})
+        listed = [token, *logp_V.topk(params.logprobs).indices.tolist()]  # the sampled one twice, if it is among them
+        self.reply.logprobs.append([(token_id, float(logp_V[token_id])) for token_id in listed])
         if self.detokenizer.update([token], token in params.stop_token_ids) or token in params.stop_token_ids:
             self.reply.finish_reason = "stop"
         elif len(self.reply.token_ids) == params.max_tokens:
