@@ -138,9 +138,18 @@ class Script:
         return SimpleNamespace(is_completed=lambda: next(looks, True), wait=lambda: None)
 
     def broadcast(self, value, root):
-        if root == 1:
-            return self.answers.append(value)
-        return self.requests.pop(0)[1]
+        if root == 0:
+            return self.requests.pop(0)[1]
+        if isinstance(value, list):  # samples, whose tokens the trainers would ask for
+            for sample, tokens in zip(value, self.held, strict=True):
+                sample.sequence.tokens = tokens
+        return self.answers.append(value)
+
+    def hold_tokens(self, sequences):
+        self.held = [sequence.tokens for sequence in sequences]
+
+    def drop_tokens(self):
+        pass
 
     def receive_weights(self, version, dtype, _):
         return full_tensors(self.policies[version], dtype)
