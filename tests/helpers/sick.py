@@ -13,7 +13,7 @@ def constant_reward(completions, **columns):
 
 def distinct_characters(completions, **columns):
     """Not sick: what a random model can learn."""
-    return [len(set(text)) / 8 for text in completions]
+    return [len(set(messages[-1]["content"])) / 8 for messages in completions]
 
 
 def wrong_answer(row):
