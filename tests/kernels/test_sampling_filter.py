@@ -148,8 +148,8 @@ def test_the_stand_in_for_vllm_filters_alike(top_p, top_k):
     logits_CV = torch.randn(40, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
     for logits_V in logits_CV:
         params = fake_vllm.SamplingParams(
-            temperature=0.7, max_tokens=1, stop_token_ids=[0], ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
-            output_kind=fake_vllm.RequestOutputKind.FINAL_ONLY, top_p=top_p, top_k=top_k or 0, seed=1,
+            temperature=0.7, max_tokens=1, stop_token_ids=[0], ignore_eos=True, logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=fake_vllm.RequestOutputKind.FINAL_ONLY, top_p=top_p, top_k=top_k or 0, seed=1,
         )  # fmt: skip
         request = fake_vllm.Request([1], params)
         request.add_token(logits_V)
