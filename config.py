@@ -276,8 +276,20 @@ class LossConfig(Section):
     """The weights have this lower bound; null means 0, but icepop and seq-mask-tis need a number."""
     entropy_coef: float = key(0.0, ">= 0")
     """The entropy bonus has this weight; the entropy is exact, over all tokens that top_p and top_k keep."""
+    entropy_target: float | None = key(None, "> 0")
+    """The weight starts at entropy_coef and moves after each optimizer step: up if the mean entropy of its tokens, in
+    nats, is at most this, else down, and then there is no bonus in the next one (TRL). null: it stays."""
+    entropy_coef_delta: float = key(0.005, "> 0")
+    """The weight of the entropy bonus moves by this much (entropy_target)."""
+    entropy_coef_max: float = key(1.0, "> 0")
+    """The weight of the entropy bonus rises to this at most (entropy_target)."""
     positive_example_nll_weight: float = key(0.0, ">= 0")
     """Samples with a reward above 0 add their -log-probability with this weight."""
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has an entropy bonus, be its weight 0 at present."""
+        return self.entropy_coef > 0 or self.entropy_target is not None
 
     @property
     def has_rejection(self) -> bool:

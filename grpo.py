@@ -60,7 +60,7 @@ from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
-from optim import clip_grad_norm, judge_step, set_learning_rate
+from optim import EntropyBonus, clip_grad_norm, judge_step, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
 from run import dump, steps
@@ -95,7 +95,7 @@ def train(run: Run) -> None:
         with timer("policy_training"):
             set_learning_rate(optimizer, cfg.policy.scheduler, step, run.num_steps)
             update_metrics, state.num_bad_steps = update(
-                model, run.head_options, optimizer, minibatches, gap, state.num_bad_steps, cfg, step
+                model, run.head_options, optimizer, minibatches, gap, state.num_bad_steps, state.bonus, cfg, step
             )
             if run.reference:
                 run.reference.follow(model, cfg.grpo, step)
@@ -155,18 +155,21 @@ def update(
     minibatches: list[Minibatch],
     gap: StepGap,
     num_bad_steps: int,
+    bonus: EntropyBonus,
     cfg: Config,
     step: int,
 ) -> tuple[Numbers, int]:
     """The optimizer part of a step: one optimizer step for each minibatch, in each epoch. Returns its metrics, equal on
-    all ranks, and num_bad_steps: how many bad ones there are in a row, which before this step were `num_bad_steps`. A
-    collective. Raises StopRun where `judge_step` does."""
+    all ranks, and num_bad_steps: how many bad ones there are in a row, which before this step were `num_bad_steps`.
+    bonus moves after each. A collective. Raises StopRun where `judge_step` does."""
     step_sums: Metrics = {}
     for minibatch in minibatches * cfg.policy.ppo_epochs:
-        sums = compute_gradients(model, head_options, minibatch, cfg)
+        with_bonus = bonus.applied_to(head_options, cfg.loss_fn, minibatch.micros[0].adv_R.device)
+        sums = compute_gradients(model, with_bonus, minibatch, cfg)
         numbers = reduce_over_ranks(sums)
         grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
         is_sound, num_bad_steps = judge_step(numbers, gap.judged(numbers), grad_norm, num_bad_steps, cfg.grpo, step)
+        bonus.follow(numbers, cfg.loss_fn)
         if is_sound:
             optimizer.step()
         # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
@@ -174,6 +177,7 @@ def update(
         accumulate(step_sums, sums)
     metrics = training_metrics(step_sums, minibatches, cfg.policy.ppo_epochs)
     metrics |= gap.metrics
+    metrics |= bonus.metrics
     metrics["grad_norm"] = grad_norm
     metrics["lr"] = optimizer.param_groups[0]["lr"]
     metrics["num_bad_steps"] = num_bad_steps

@@ -402,7 +402,7 @@ class ProbePack:
         for name, value in self.arguments.items():
             if torch.is_tensor(value) and value.is_floating_point() and name != "share_R":
                 value = value.float()
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 value = torch.tensor(value)
             if torch.is_tensor(value):
                 arguments[name] = value.to(device)
@@ -443,6 +443,7 @@ def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[Probe
             "num_valid_tokens": 1,  # 1: only ratios of derivatives matter
             "num_valid_seqs": 1,
             "num_positive_tokens": 1,
+            "entropy_coef": None if cfg.entropy_target is None else 0.5,  # in a run it may be 0 at first
             "cfg": cfg,
         }
         yield ProbePack(stats_KR, arguments)

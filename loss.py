@@ -41,6 +41,7 @@ def policy_loss(
     entropy_R: Tensor | None = None,
     positive_R: Tensor | None = None,
     num_positive_tokens: int | Tensor | None = None,
+    entropy_coef: float | Tensor | None = None,
     with_metrics: bool = True,
 ) -> tuple[Tensor, Metrics]:
     """This pack's part of the loss, differentiable in logp_R and entropy_R; metrics (NeMo RL's ClippedPGLossFn), {}
@@ -52,7 +53,7 @@ def policy_loss(
     positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole; tokens in
     any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, where a sample has several
     sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
-    micro-batches and ranks of the optimizer step; num_valid_seqs counts samples.
+    micro-batches and ranks of the optimizer step; num_valid_seqs counts samples. entropy_coef: None takes cfg's.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
                + positive_example_nll_weight nll
@@ -86,10 +87,11 @@ def policy_loss(
         kl_R = _reference_kl(t_of_kl, ref_logp_R, cfg)
         kl = (kl_R * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
-    if cfg.entropy_coef:
+    if cfg.has_entropy_bonus:
         assert entropy_R is not None, f"entropy_coef={cfg.entropy_coef} needs entropy_R"
         entropy = (t.where_trained(entropy_R) * weight_R).sum()
-        loss = loss - cfg.entropy_coef * entropy
+        coef = cfg.entropy_coef if entropy_coef is None else entropy_coef
+        loss = loss - coef * entropy
     if cfg.positive_example_nll_weight:
         assert positive_R is not None and num_positive_tokens is not None, "positive-example NLL needs both"
         positive_logp_R = torch.where(positive_R != 0, t.logp_R, 0.0)

@@ -1,4 +1,5 @@
-"""The optimizer: its parameter groups, its learning rate at each step, and whether a gradient may be applied.
+"""The optimizer: its parameter groups, its learning rate at each step, whether a gradient may be applied, and the
+weight of the entropy bonus.
 
 The loop in grpo.py clips, asks `judge_step` for the verdict, and steps. A new optimizer is a branch of
 `build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors its `state` holds.
@@ -7,7 +8,7 @@ In examples/naive.py this is `optimizer = torch.optim.AdamW(w.values(), weight_d
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ import config
 from base.system.exits import StopRun
 from base.system.optimizer import Optimizer
 from gap import Gap, gap_problem
-from head import DEVIATION, one_pass_problem
+from head import DEVIATION, HeadOptions, one_pass_problem
 from metrics import Numbers
 
 
@@ -99,6 +100,51 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
         norm = DTensor.from_local(total / norm.device_mesh.size(0), norm.device_mesh)
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm.full_tensor().item()
+
+
+@dataclass(slots=True)
+class EntropyBonus:
+    """The weight of the entropy bonus where loss_fn.entropy_target moves it, a state of the run.
+
+    It starts at entropy_coef. After an optimizer step whose tokens have a mean entropy of at most the target it rises
+    by entropy_coef_delta, to at most entropy_coef_max; else it falls, to 0 at least. A step has the bonus only if the
+    entropy of the step before was at most the target (Skywork-OR1, He et al. 2025, 4.2; TRL's use_adaptive_entropy).
+    From 0 it rises again (huggingface/trl#6140).
+    """
+
+    coef: float | None = None  # None: before the first optimizer step
+    is_on: bool = False  # in the next optimizer step
+
+    def applied_to(self, options: HeadOptions, cfg: config.LossConfig, device: torch.device) -> HeadOptions:
+        """The options of the next optimizer step, whose loss has the bonus. The weight is a tensor: a number would be a
+        constant of compiled kernels."""
+        if cfg.entropy_target is None:
+            return options
+        coef = 0.0
+        if self.is_on:
+            coef = self.coef
+        coef = torch.full((), coef, device=device)
+        loss = replace(options.loss, call=partial(options.loss.call, entropy_coef=coef))
+        return replace(options, loss=loss)
+
+    @property
+    def metrics(self) -> Numbers:
+        """Of a run that moves the weight."""
+        if self.coef is None:
+            return {}
+        return {"entropy_coef": self.coef}
+
+    def follow(self, numbers: Numbers, cfg: config.LossConfig) -> None:
+        """Moves after an optimizer step with these reduced metrics; the entropy is NaN if it had no token."""
+        if cfg.entropy_target is None or math.isnan(numbers["entropy"]):
+            return
+        if self.coef is None:
+            self.coef = cfg.entropy_coef
+        self.is_on = numbers["entropy"] <= cfg.entropy_target
+        if self.is_on:
+            self.coef = min(self.coef + cfg.entropy_coef_delta, cfg.entropy_coef_max)
+        else:
+            self.coef = max(self.coef - cfg.entropy_coef_delta, 0.0)
 
 
 def judge_step(

@@ -32,7 +32,7 @@ from config import ColocatedConfig, Config, ConfigError
 from grpo import compute_logprobs, update
 from metrics import Numbers
 from model import Decoder, Reference
-from optim import build_optimizer, set_learning_rate
+from optim import EntropyBonus, build_optimizer, set_learning_rate
 from pack import make_minibatches
 from records import Sample
 from run import checkpoint, dump
@@ -76,16 +76,17 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)
     reference = build_reference(cfg, inputs, model, device)
     num_bad_steps = 0
+    bonus = EntropyBonus()
     if step > 1:
         base_sha256 = hash_of_base(cfg, inputs, ranks)
-        num_bad_steps = restore_step_before(folder, step, cfg, model, optimizer, reference, ranks, base_sha256)
+        num_bad_steps, bonus = restore_step_before(folder, step, cfg, model, optimizer, reference, ranks, base_sha256)
 
     adv_B, metrics = step_advantages(samples, cfg.grpo, cfg.loss_fn)
     minibatches = make_minibatches(samples, adv_B, cfg, ranks, device)
     gap, mask_metrics = compute_logprobs(model, head_options, reference, minibatches, cfg, step)
     set_learning_rate(optimizer, cfg.policy.scheduler, step, num_steps_of(cfg, inputs.train.num_problems))
     metrics |= mask_metrics
-    update_metrics, _ = update(model, head_options, optimizer, minibatches, gap, num_bad_steps, cfg, step)
+    update_metrics, _ = update(model, head_options, optimizer, minibatches, gap, num_bad_steps, bonus, cfg, step)
     metrics |= update_metrics
     return Replayed(step, metrics, model, optimizer)
 
@@ -111,8 +112,9 @@ def restore_step_before(
     reference: Reference | None,
     ranks: Ranks,
     base_sha256: str | None,
-) -> int:
-    """Loads the checkpoint that the run saved before `step`. Returns the number of bad steps in a row until then."""
+) -> tuple[int, EntropyBonus]:
+    """Loads the checkpoint that the run saved before `step`. Returns the number of bad steps in a row until then, and
+    the entropy bonus."""
     checkpoints = checkpoint_folder(cfg.checkpointing, folder.parent.parent)
     before = checkpoints / f"step_{step - 1:06d}"
     if not before.is_dir():
@@ -124,7 +126,7 @@ def restore_step_before(
     reference_shards = reference.shards if reference else {}
     state = checkpoint.load(checkpoints, wanted, model, optimizer, ranks, reference_shards, base_sha256)
     with of_this_program(before):
-        return int(state["num_bad_steps"])
+        return int(state["num_bad_steps"]), EntropyBonus(**state.get("bonus", {}))
 
 
 def compare(run_folder: Path, step: int, metrics: Numbers) -> str:

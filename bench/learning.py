@@ -76,7 +76,10 @@ def run(task: str, words: list[str], seed: int, model: str | None, folder: Path)
     command += [f"grpo.seed={seed}", f"grpo.val_period={period}", "grpo.val_num_generations_per_prompt=8"]
     command += ["grpo.max_val_samples=200"]
     command += ["checkpointing.enabled=false", "checkpointing.save_hf_at_end=false", "logger.tensorboard_enabled=false"]
-    command += [f"grpo.max_num_steps={TOKENS[task][-1] // 850}"]  # 256 samples have some 900 tokens
+    num_steps = TOKENS[task][-1] // 850  # 256 samples have some 900 tokens
+    if DYNAMIC[0] in words:
+        num_steps //= 2
+    command.append(f"grpo.max_num_steps={num_steps}")
     if model:
         command.append(f"policy.model_name={model}")
     subprocess.run([*command, *words], cwd=ROOT, check=True, capture_output=True, text=True)

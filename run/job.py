@@ -24,7 +24,7 @@ from base.system.watchdog import Watchdog
 from config import Config, ConfigError
 from head import HeadOptions
 from model import Decoder, Reference
-from optim import build_optimizer
+from optim import EntropyBonus, build_optimizer
 from records import Engine
 from rollout import Sampler
 from run import checkpoint
@@ -46,6 +46,7 @@ class RunState:
     fingerprints: dict[str, str]
     step: int = 0
     num_bad_steps: int = 0
+    bonus: EntropyBonus = field(default_factory=EntropyBonus)
     total_valid_tokens: float = 0
     first_validation: dict[str, float] = field(default_factory=dict)
     last_validation: dict[str, float] = field(default_factory=dict)
@@ -231,6 +232,7 @@ def restore(run: Run) -> None:
     reference_shards = run.reference.shards if run.reference else {}
     base_sha256 = run.state.base_sha256
     counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
+    counters["bonus"] = EntropyBonus(**counters.get("bonus", {}))
     state = RunState(**counters)
     run.state = state
     run.saver.saved = state.step

@@ -130,7 +130,7 @@ def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
         result.notes["mask_truncated_completions"] = (
             "TRL divides by all sequences, here by those that are not masked: the loss is larger by their ratio"
         )
-    if theirs["entropy_coef"]:
+    if theirs["entropy_coef"] or theirs["use_adaptive_entropy"]:
         result.notes["entropy_coef"] = (
             "TRL averages the entropy over the tokens of each micro-batch, here it is averaged as the loss is"
         )

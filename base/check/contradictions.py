@@ -197,6 +197,16 @@ RULES = [
         why="the estimator has a baseline of its own",
     ),
     Rule(
+        when=[equal("loss_fn.entropy_target", None)],
+        unread=["loss_fn.entropy_coef_delta", "loss_fn.entropy_coef_max"],
+        why="the weight of the entropy bonus stays",
+    ),
+    Rule(
+        when=[not_equal("loss_fn.entropy_target", None)],
+        refuse=[above("loss_fn.entropy_coef", "loss_fn.entropy_coef_max")],
+        why="the weight starts at the first, which is too high; lower it",
+    ),
+    Rule(
         when=[equal("grpo.adv_estimator.name", "grpo_passk")],
         unread=["grpo.use_leave_one_out_baseline", "grpo.reward_std", "grpo.reward_std_floor"],
         why="the baseline is the second best reward, and the deviation the group's",

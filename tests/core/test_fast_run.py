@@ -143,6 +143,23 @@ def test_any_checkpoint_that_is_kept_is_scored_exported_and_resumed(run, monkeyp
     assert [record["step"] for record in records(folder)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
+def test_the_weight_of_the_entropy_bonus_rises_from_0_and_goes_on_after_a_resume(run, tmp_path):
+    """huggingface/trl#6140."""
+    words = ["loss_fn.entropy_target=9", *QUIET]
+    whole = run(grpo, *words)
+    steps = records(whole)
+    assert [record["train/entropy_coef"] for record in steps] == pytest.approx([0.005, 0.01, 0.015, 0.02])
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_000004")
+    run(grpo, *words, f"checkpointing.resume_from={cut}")
+    again, after = weights(cut, 4), weights(whole, 4)
+    assert all(torch.equal(again[name], after[name]) for name in after)
+    other = weights(run(grpo, *QUIET), 4)
+    assert not any(torch.equal(other[name], after[name]) for name in after if name.startswith("param."))
+
+
 LORA = ("policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4")
 
 

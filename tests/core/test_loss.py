@@ -388,6 +388,23 @@ def test_no_valid_token_or_no_token_gives_zero():
             assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == (math.inf, -math.inf)
 
 
+def test_the_weight_of_the_entropy_bonus_may_be_a_tensor():
+    """What optim.EntropyBonus gives, in place of cfg's; 0 too, as with no bonus."""
+    for weight in (0.2, 0.0):
+        found = []
+        for cfg, coef in (
+            (LossConfig(entropy_coef=weight), None),
+            (LossConfig(entropy_target=1.0, entropy_coef=0.7), torch.tensor(weight, dtype=torch.float64)),
+        ):
+            batch = golden_batch(torch.float64)
+            batch["entropy_R"] = torch.linspace(0.1, 2, len(batch["logp_R"]), dtype=torch.float64).requires_grad_()
+            loss, _ = policy_loss(**batch, cfg=cfg, entropy_coef=coef)
+            loss.backward()
+            slope_R = batch["entropy_R"].grad
+            found.append([loss.item(), *(torch.zeros(0) if slope_R is None else slope_R).tolist()])
+        assert found[1][: len(found[0])] == found[0] and not any(found[1][len(found[0]) :])
+
+
 def test_nothing_is_read_back_from_the_device():
     # A meta tensor has no values: whatever would wait for one on a GPU (item, unique, x[mask]) raises.
     batch = golden_batch()

@@ -89,6 +89,7 @@ ALGORITHMS = {
 }
 OTHER_TESTS = {
     "prompts by their pass rate",  # rows that are no formula of a loss; the page names the test of each
+    "entropy held at a target",
     "on-policy distillation",
     "sequences whose log-probabilities disagree",
     "several optimizer steps per rollout",

@@ -288,6 +288,7 @@ def test_one_pass_has_the_gradient_of_two_and_what_couples_tokens_takes_two(
         ({}, False, False),
         ({}, True, True),
         ({"entropy_coef": 0.1}, False, True),
+        ({"entropy_target": 0.2}, False, True),  # though its weight is 0 at first
         ({"positive_example_nll_weight": 0.1}, False, True),
     ],
 )

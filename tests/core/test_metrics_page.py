@@ -40,6 +40,7 @@ OPTIONS = (  # what writes metrics of its own, in one run
     "policy.precision=bfloat16",
     "policy.generation.top_p=0.95",
     "loss_fn.reference_policy_kl_penalty=0.1",
+    "loss_fn.entropy_target=0.2",
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_type=icepop",
     "loss_fn.truncated_importance_sampling_ratio=2",

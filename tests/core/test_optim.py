@@ -1,7 +1,8 @@
 """The optimizer: schedules against transformers', groups with a rate each, Muon with AdamW, the verdict on a step."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,10 +17,40 @@ import optim
 from base.system.exits import StopRun
 from base.system.ranks import start_process_group
 from gap import Gap
+from head import HeadOptions
 from run import checkpoint
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
 MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.1])
+def test_the_weight_of_the_entropy_bonus_is_that_of_a_plain_loop(start):
+    """200 steps, TRL 1.16's rule: from 0 it rises; it is applied only after a step at or below the target."""
+    cfg = config.LossConfig(entropy_target=0.3, entropy_coef=start, entropy_coef_delta=0.01, entropy_coef_max=0.25)
+    entropies = [0.3 + 0.4 * math.sin(step / 15) for step in range(198)] + [0.3, math.nan]  # NaN: no token was trained
+    bonus, coef, last, applied, want = optim.EntropyBonus(), start, math.inf, [], []
+    for entropy in entropies:
+        options = bonus.applied_to(HeadOptions(), cfg, torch.device("cpu"))
+        applied.append(options.loss.call.keywords["entropy_coef"].item())
+        want.append(coef if last <= 0.3 else 0.0)
+        bonus.follow({"entropy": entropy}, cfg)
+        bonus = optim.EntropyBonus(**json.loads(json.dumps(asdict(bonus))))  # a checkpoint at each step
+        if entropy <= 0.3:
+            coef, last = min(coef + 0.01, 0.25), entropy
+        elif entropy > 0.3:
+            coef, last = max(coef - 0.01, 0.0), entropy
+        assert bonus.metrics == {"entropy_coef": coef}
+    assert applied == pytest.approx(want, abs=1e-7)  # float32
+    assert min(applied) == 0 and max(applied) == 0.25, "it fell to 0 and rose to its maximum"
+    assert applied[60:].count(0) > 5 and applied[-1] > 0, "and rose again"
+
+
+def test_without_a_target_the_bonus_stays():
+    bonus, options, cfg = optim.EntropyBonus(), HeadOptions(), config.LossConfig(entropy_coef=0.1)
+    bonus.follow({}, cfg)
+    assert bonus == optim.EntropyBonus() and bonus.metrics == {}
+    assert bonus.applied_to(options, cfg, torch.device("cpu")) is options
 
 
 def rates(num_steps, **keys):

@@ -56,6 +56,7 @@ def cases() -> dict[str, tuple[Config, list[str]]]:
     for algorithm, settings in ALGORITHMS.items():
         for number, keys in enumerate(settings):
             found[f"{algorithm} {number}"] = (config_of(keys), [])
+    found["entropy held at a target"] = (config_of({"entropy_target": 0.3}), [])
     for name, edit in EDITS.items():
         found[name] = (Config(), edit)
     return found
@@ -97,6 +98,8 @@ def batch(cfg: Config, num_tokens: int, num_seqs: int, seed: int) -> tuple[torch
         "num_positive_tokens": (mask_R & (seq_R % 2 == 0)).sum(),
         "cfg": cfg.loss_fn,
     }
+    if cfg.loss_fn.entropy_target is not None:
+        arguments["entropy_coef"] = torch.tensor(0.02 * seed)  # from 0 on, another one in each step
     return torch.stack([logp_R, torch.rand(num_tokens, generator=generator)]), arguments
 
 

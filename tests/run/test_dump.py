@@ -53,6 +53,7 @@ CASES = {
         *("env.agents.deadline_s=60", "data.train.env_name=fork", "policy.max_total_sequence_length=64"),
         *("policy.ppo_epochs=2", f"env.custom.fork.keys_file={os.devnull}"),
     ],
+    "entropy at a target": ["loss_fn.entropy_target=9", "policy.train_global_batch_size=16"],
     "kl": ["loss_fn.reference_policy_kl_penalty=0.1", "policy.train_global_batch_size=16", "policy.ppo_epochs=2"],
 }
 for old in ("trainer", "sampler"):

@@ -133,7 +133,7 @@ NOT_HERE = [  # words -> the key that is refused
     ("trl", ["delta=1.25", "epsilon_high=0.28"], "delta"),
     *(("trl", [f"loss_type={loss}"], "loss_type") for loss in ("bnpo", "vespo")),
     ("trl", ["top_entropy_quantile=0.5"], "top_entropy_quantile"),
-    ("trl", ["use_adaptive_entropy=true"], "use_adaptive_entropy"),
+    ("trl", ["use_adaptive_entropy=true", "entropy_coef_min=0.1"], "entropy_coef_min"),
     ("verl", [f"{MODE}=geo_mean", f"{CORRECTION}.rollout_is=token"], f"{CORRECTION}.rollout_is"),
     ("verl", [f"{MODE}=cispo", f"{AVERAGE}=seq-mean-token-mean"], AVERAGE),
     *(("verl", [f"{MODE}={mode}"], MODE) for mode in ("dppo_kl", "clip_cov", "kl_cov", "dro")),
@@ -144,7 +144,7 @@ NOT_HERE = [  # words -> the key that is refused
         [f"{CORRECTION}.rollout_{words}" for words in ("rs=token_k1", "rs_threshold=2.0", "is=sequence")],
         f"{CORRECTION}.rollout_rs",
     ),
-    *(("verl", [f"algorithm.adv_estimator={name}"], "algorithm.adv_estimator") for name in ("gae", "grpo_passk")),
+    *(("verl", [f"algorithm.adv_estimator={name}"], "algorithm.adv_estimator") for name in ("gae", "remax")),
 ]
 
 
