@@ -6,6 +6,7 @@ Does not own: reading rows and their order (base/inputs/), tokens of messages (b
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -359,7 +360,7 @@ def sample_seed(*key: int) -> int:
 
 def groups_of(samples: Sequence[T], key: Callable[[T], Hashable] = attrgetter("prompt")) -> list[list[T]]:
     """Samples by their prompt, or anything by `key`, in the order in which keys first appear."""
-    groups: dict[Hashable, list[T]] = {}
+    groups: dict[Hashable, list[T]] = defaultdict(list)
     for sample in samples:
-        groups.setdefault(key(sample), []).append(sample)
+        groups[key(sample)].append(sample)
     return list(groups.values())

@@ -75,13 +75,16 @@ class Selection:
 
     def record(self, group: Sequence[Sample]) -> None:
         """Counts a group of samples of one row. Those that could not be graded say nothing of it."""
-        outcomes = [sample.grade.outcome for sample in group if sample.grade.is_valid]
-        number = self.number_of[group[0].row_id]
-        if not outcomes:
+        outcomes = [sample.grade.outcome for sample in group]
+        num_graded = len(outcomes) - outcomes.count("error")
+        if num_graded == 0:
             return
-        self.right_N[number] = OLDER * self.right_N[number] + outcomes.count("ok")
-        self.graded_N[number] = OLDER * self.graded_N[number] + len(outcomes)
-        self.weight_N[number] = self._weight(self.right_N[number], self.graded_N[number])
+        number = self.number_of[group[0].row_id]
+        right = OLDER * float(self.right_N[number]) + outcomes.count("ok")
+        graded = OLDER * float(self.graded_N[number]) + num_graded
+        self.right_N[number] = right
+        self.graded_N[number] = graded
+        self.weight_N[number] = self._weight(right, graded)
 
     def _weight(self, right: float, graded: float) -> float:
         """ConfigError unless the rule gives a number of at least 0."""

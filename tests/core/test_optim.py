@@ -46,6 +46,41 @@ def test_the_weight_of_the_entropy_bonus_is_that_of_a_plain_loop(start):
     assert applied[60:].count(0) > 5 and applied[-1] > 0, "and rose again"
 
 
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_a_policy_that_loses_its_entropy_keeps_it_at_the_target(target):
+    """One of four tokens is always right: without a target the policy becomes certain of it."""
+    cfg = config.LossConfig(entropy_target=target, entropy_coef_delta=0.01, entropy_coef_max=3.0)
+    bonus, options, entropies = optim.EntropyBonus(), HeadOptions(), []
+    logit_V = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    adv_R = torch.tensor([3.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    one_R = torch.ones(4, dtype=torch.float64)
+    for _ in range(1500):
+        logp_R = logit_V.log_softmax(0)
+        entropy = -(logp_R.exp() * logp_R).sum()
+        call = bonus.applied_to(options, cfg, torch.device("cpu")).loss.call
+        loss, _ = call(
+            logp_R,
+            old_logp_R=None,
+            sampler_logp_R=logp_R.detach(),
+            adv_R=adv_R * logp_R.detach().exp(),
+            mask_R=one_R,
+            seq_R=torch.arange(4),
+            num_valid_tokens=1,
+            num_valid_seqs=1,
+            entropy_R=entropy / 4 * one_R,
+            cfg=cfg,
+        )
+        (slope_V,) = torch.autograd.grad(loss, logit_V)
+        with torch.no_grad():
+            logit_V -= 0.1 * slope_V
+        bonus.follow({"entropy": entropy.item()}, cfg)
+        entropies.append(entropy.item())
+    if target is None:
+        assert entropies[-1] < 0.1
+    else:
+        assert all(abs(entropy - target) < 0.1 for entropy in entropies[-500:])
+
+
 def test_without_a_target_the_bonus_stays():
     bonus, options, cfg = optim.EntropyBonus(), HeadOptions(), config.LossConfig(entropy_coef=0.1)
     bonus.follow({}, cfg)

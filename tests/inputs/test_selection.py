@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import Counter
+from collections import Counter, deque
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,10 +14,11 @@ from mixes import MIXES, batches, mixture_of
 from ranks import ranks
 from small_run import ROOT, arguments, write_rows
 
+from ahead import draw_ahead
 from base.check.rules import check_config
 from base.inputs.reader import load
 from base.system.exits import StopRun
-from config import ConfigError
+from config import AsyncGRPOConfig, Config, ConfigError, GRPOConfig
 from records import Grade, Sample, TokenSequence
 
 CHI_SQUARE = 16.27  # with 3 degrees of freedom, one in a thousand exceeds it
@@ -131,6 +132,40 @@ def test_a_restored_run_draws_what_the_other_draws():
         assert batches(mixture_of([4], rules=[rule]), [8] * 5, at) != batches(mixture, [8] * 5, at)
         several = [batches(mixture, [8], at | {"position": 400 + 8 * k})[0] for k in range(5)]
         assert batches(mixture, [8] * 5, at)[0] == [batch for (batch,) in several], "a draw depends on its place alone"
+
+
+@pytest.mark.parametrize("max_age", [1, 3])
+def test_a_batch_ahead_of_its_step_is_drawn_by_what_is_known_when_it_starts(max_age):
+    """Batch k starts in step k - max_age: its rows are those of a mixture that has seen the steps before that one."""
+    mixture, num_steps, cursor = mixture_of([5], rules=["p(1-p)"]), 8, None
+    started, trained, in_flight = [], [], deque()
+
+    class Samples:
+        def start(self, prompts, num_samples, options, seed_key, step):
+            started.append([problem.row_id for _, problem in prompts])
+            return prompts
+
+        def finish(self, prompts):
+            samples = []
+            for number, problem in prompts:
+                samples += group(problem.row_id, ["ok"] * (problem.row_id + 1) + ["wrong"], prompt=number)
+            return samples
+
+    async_cfg = AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=max_age)
+    cfg = Config(grpo=GRPOConfig(num_prompts_per_step=6, async_grpo=async_cfg))
+    cursor = mixture.start()
+    for step in range(1, num_steps + 1):
+        samples, cursor = draw_ahead(Samples(), in_flight, cfg, mixture, cursor, step, num_steps)
+        trained.append(samples)
+        cursor = mixture.record(cursor, {}, samples)
+    assert len(started) == num_steps and not in_flight
+    for number, rows in enumerate(started):
+        other = mixture_of([5], rules=["p(1-p)"])
+        for samples in trained[: max(0, number - max_age)]:
+            other.draw(other.start(), 30)  # so that all rows are known
+            other.record(cursor, {}, samples)
+        problems, _ = other.draw(other.start() | {"position": 6 * number}, 6)
+        assert rows == [problem.row_id for problem in problems], number
 
 
 @pytest.mark.parametrize("mix", MIXES)
