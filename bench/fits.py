@@ -5,7 +5,6 @@
 """
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from base.check import memory_fit
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
-from base.plan.memory_plan import GIB, Plan
+from base.plan.memory_plan import GIB, SPARE, Plan
 from base.plan.step_time import GPUS as GPU_BY_WORD
 from base.plan.step_time import Gpu, Step, number, phase_seconds
 
@@ -31,19 +30,38 @@ MODELS = {  # fields of their config.json
 }
 VOCAB = 151_669  # ids of Qwen's tokenizer
 COUNTS = (1, 2, 4, 8)
+OFFLOAD = "policy.offload_optimizer_for_logprob"
+PACKS = "policy.sequence_packing.train_mb_tokens"
+CHUNK = "policy.logprob_chunk_size"
+TENSOR = "policy.generation.vllm_cfg.tensor_parallel_size"
+LORA = "policy.dtensor_cfg.lora_cfg.enabled"
+HOST = "policy.dtensor_cfg.cpu_offload"
 LETTERS = {
-    "policy.offload_optimizer_for_logprob": "o",
+    OFFLOAD: "o",
     "policy.dtensor_cfg.activation_checkpointing": "r",
     "policy.generation.vllm_cfg.gpu_memory_utilization": "u",
-    "policy.sequence_packing.train_mb_tokens": "p",
-    "policy.logprob_chunk_size": "c",
+    PACKS: "p",
+    CHUNK: "c",
     "policy.optimizer.kwargs.state_dtype": "b",
     "policy.sequence_packing.share_prefix": "s",
-    "policy.generation.vllm_cfg.tensor_parallel_size": "t",
+    TENSOR: "t",
     "policy.dtensor_cfg.dp_replicate_size": "d",
-    "policy.dtensor_cfg.lora_cfg.enabled": "LoRA",
-    "policy.dtensor_cfg.cpu_offload": "h",
+    LORA: "LoRA",
+    HOST: "h",
 }
+LAST_RESORTS = {LORA, HOST}
+LADDER = (  # fast ones first; an engine over all GPUs
+    {},
+    {OFFLOAD: True, CHUNK: 1024},
+    {OFFLOAD: True, CHUNK: 1024, PACKS: 4096},
+    {OFFLOAD: True, CHUNK: 1024, TENSOR: "all"},
+    {OFFLOAD: True, CHUNK: 1024, TENSOR: "all", PACKS: 4096},
+    {LORA: True, CHUNK: 1024},
+    {LORA: True, CHUNK: 1024, OFFLOAD: True, TENSOR: "all"},
+    {HOST: True, CHUNK: 1024, TENSOR: "all"},
+    {HOST: True, CHUNK: 1024, TENSOR: "all", PACKS: 4096},
+    {HOST: True, CHUNK: 1024, TENSOR: "all", LORA: True},
+)
 
 
 GPUS = {
@@ -65,11 +83,19 @@ def base_plan(name: str, num_gpus: int, gib: float, gpu: Gpu, lora: bool = False
     return Plan(cfg, model_config(name), VOCAB, num_gpus, gib * GIB)
 
 
-def fitted(plan: Plan) -> tuple[Plan, dict[str, object]] | None:
-    """The plan with the keys that make it fit, and these; None if none do."""
-    text = memory_fit.problem(plan) or ""
-    fixes = {key: json.loads(value) for key, value in re.findall(r"(policy\.[\w.]+)=([\w.\"]+)", text)}
-    return None if text and not fixes else (memory_fit.changed(plan, fixes), fixes)
+@lru_cache(None)
+def fitted(name: str, gib: int, num_gpus: int) -> tuple[Plan, dict[str, object]] | None:
+    """The plan on the first rung of LADDER on which it fits, or one or two more keys make it fit, and all its keys."""
+    base = base_plan(name, num_gpus, gib, GPUS[gib])
+    for rung in LADDER:
+        keys = {key: num_gpus if key == TENSOR else value for key, value in rung.items()}
+        plan = memory_fit.changed(base, keys)
+        if plan.lacking() <= 0:
+            return plan, keys
+        fixes = memory_fit.smallest_fix(plan, (1 - SPARE) * plan.gpu_bytes)
+        if fixes and not fixes.keys() & LAST_RESORTS:
+            return memory_fit.changed(plan, fixes), keys | fixes
+    return None
 
 
 def named(fixes: dict[str, object]) -> str:
@@ -82,7 +108,7 @@ def named(fixes: dict[str, object]) -> str:
 
 def cell(name: str, gib: int, num_gpus: int) -> str:
     """Keys and seconds of the recipe with all weights trained, or with LoRA where that alone fits."""
-    found = fitted(base_plan(name, num_gpus, gib, GPUS[gib]))
+    found = fitted(name, gib, num_gpus)
     if not found:
         return "-"
     plan, fixes = found

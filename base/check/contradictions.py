@@ -1,4 +1,4 @@
-"""Settings that contradict each other: the table RULES, and what it refuses of a Config.
+"""Settings that contradict each other: the tables RULES and READS, and what they refuse of a Config.
 
 A rule refuses the conditions of `refuse` where all those of `when` hold. Nothing reads the keys of `unread` while
 `when` holds: each must have its default, because another value would be ignored.
@@ -6,6 +6,7 @@ A rule refuses the conditions of `refuse` where all those of `when` hold. Nothin
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from base.inputs.keys import FIELDS, text_of
@@ -60,8 +61,8 @@ class Rule:
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
-    """What RULES refuses."""
-    for rule in RULES:
+    """What RULES and READS refuse."""
+    for rule in [*RULES, unread_by(cfg.loss_fn.token_loss)]:
         if not all(condition.is_met(cfg) for condition in rule.when):
             continue
         others = [setting(cfg, key) for condition in rule.when for key in condition.keys]
@@ -76,9 +77,30 @@ def contradictions(cfg: Config) -> Iterator[str]:
                 yield f"{setting(cfg, key)} has no effect with {' and '.join(others)}: {rule.why}; {fix}"
 
 
+def unread_by(token_loss: str) -> Rule:
+    """The rule that refuses the keys of other token losses."""
+    assert token_loss in READS, f"READS needs a line of {token_loss}"
+    keys = dict.fromkeys(chain.from_iterable(READS.values()))
+    return Rule(
+        when=[equal("loss_fn.token_loss", token_loss)],
+        unread=[f"loss_fn.{key}" for key in keys if key not in READS[token_loss]],
+        why="this token loss does not read it",
+    )
+
+
 def setting(cfg: Config, key: str) -> str:
     return f"{key}={text_of(attrgetter(key)(cfg))}"
 
+
+# token_loss -> the keys of loss_fn that not every token loss reads, and this one does
+READS = {
+    "ppo": ("ratio_clip_min", "ratio_clip_max", "ratio_clip_c"),
+    "sapo": ("sapo_tau_positive", "sapo_tau_negative"),
+    "dppo": ("dppo_mask_low", "dppo_mask_high", "dppo_kl_tau"),
+    "ipo": ("dppo_mask_low", "dppo_mask_high", "dppo_kl_tau"),
+    "dppo_tv": ("dppo_mask_low", "dppo_mask_high", "ratio_clip_c"),
+    "gmpo": ("ratio_clip_min", "ratio_clip_max"),
+}
 
 RULES = [
     Rule(
@@ -160,31 +182,6 @@ RULES = [
         when=[equal("loss_fn.sequence_level_importance_ratios", False)],
         unread=["loss_fn.gspo_token"],
         why="it is a form of GSPO",
-    ),
-    Rule(
-        when=[not_equal("loss_fn.token_loss", "sapo")],
-        unread=["loss_fn.sapo_tau_positive", "loss_fn.sapo_tau_negative"],
-        why="only SAPO has a gate",
-    ),
-    Rule(
-        when=[equal("loss_fn.token_loss", "ppo", "sapo", "gmpo")],
-        unread=["loss_fn.dppo_mask_low", "loss_fn.dppo_mask_high"],
-        why="this loss has no mask",
-    ),
-    Rule(
-        when=[equal("loss_fn.token_loss", "ppo", "sapo", "gmpo", "dppo_tv")],
-        unread=["loss_fn.dppo_kl_tau"],
-        why="this loss has no squared log-ratio",
-    ),
-    Rule(
-        when=[equal("loss_fn.token_loss", "sapo", "dppo", "ipo", "dppo_tv")],
-        unread=["loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max"],
-        why="this loss does not clip the ratio",
-    ),
-    Rule(
-        when=[equal("loss_fn.token_loss", "sapo", "dppo", "ipo", "gmpo")],
-        unread=["loss_fn.ratio_clip_c"],
-        why="this loss has no second clip",
     ),
     Rule(
         when=[equal("grpo.adv_estimator.name", "max_rl", "opo", "gpg", "pkpo")],

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from operator import attrgetter
 
 from base.check.rules import check_config
 from base.plan.memory_plan import CONTEXT, GIB, SPARE, Items, Plan
@@ -16,7 +15,7 @@ VLLM = "policy.generation.vllm_cfg"
 LORA = f"{FSDP}.lora_cfg.enabled"
 OFFLOAD = "policy.offload_optimizer_for_logprob"
 SHARE = f"{VLLM}.gpu_memory_utilization"
-FREE = 2  # remedies that are tried before the engine's share is lowered
+LEAST = GIB / 100  # what saves less is not named
 FEW = 8  # whole sequences at once
 
 
@@ -34,6 +33,8 @@ def table(plan: Plan) -> str:
     if plan.host():
         lines.append(f"  host     {listed(plan.host())}, pinned, for each GPU")
     lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room(plan)}")
+    if plan.lacking() > 0:
+        lines += ["it does not fit; by itself", *savings(plan)]
     return "\n".join(lines)
 
 
@@ -55,7 +56,7 @@ def room(plan: Plan) -> str:
 
 
 def problem(plan: Plan) -> str | None:
-    """What is lacking, and keys that fix it together; None if the run fits, or nobody knows."""
+    """What is lacking, and one or two settings that fix it; None if the run fits, or nobody knows."""
     if plan.lacking() <= 0:
         return None
     phase = max(plan.phases, key=plan.size)
@@ -65,12 +66,10 @@ def problem(plan: Plan) -> str | None:
     if plan.size(phase) <= plan.gpu_bytes:
         left = gib(max(0, plan.kv_cache))
         needed = f"memory: the engine's share leaves {left} GiB of KV cache, too little for a sequence"
-    for spare in (SPARE, 0.03, 0.01, 0):
-        fixes = fix(plan, (1 - spare) * plan.gpu_bytes)
-        if fixes:
-            rest = "" if spare == SPARE else f" and {spare:.0%} to spare"
-            return f"{needed}; it fits with {_named(plan, fixes, phase)}{rest}"
-    problem = f"{needed}; no setting tried makes this model, batch and length fit"
+    fixes = smallest_fix(plan, (1 - SPARE) * plan.gpu_bytes)
+    if fixes:
+        return f"{needed}; it fits with {_named(plan, fixes, phase)}"
+    problem = f"{needed}; no two settings of those above are enough"
     for doublings in range(1, 9):
         num_gpus = plan.num_gpus << doublings
         if replace(plan, num_gpus=num_gpus).lacking() <= 0:
@@ -78,58 +77,66 @@ def problem(plan: Plan) -> str | None:
     return problem
 
 
+def savings(plan: Plan) -> list[str]:
+    """A line for each remedy that saves memory by itself, in its strongest form: GiB in each phase."""
+    lines = []
+    for remedy in _remedies(plan):
+        fixes = _with_share(plan, remedy[-1], (1 - SPARE) * plan.gpu_bytes)
+        new = changed(plan, fixes)
+        saved = {f"in {phase}": plan.size(phase) - new.size(phase) for phase in plan.phases}
+        saved["for the KV cache"] = new.kv_cache - plan.kv_cache
+        parts = [f"{gib(size)} {where}" for where, size in saved.items() if size >= LEAST]
+        if parts:
+            lines.append(f"  {' and '.join(_written(fixes))} saves {', '.join(parts)}")
+    return lines
+
+
 def remedies(plan: Plan, phase: str) -> str:
-    """Keys with which this phase needs a tenth less than planned."""
-    fixes = fix(plan, CONTEXT + 0.9 * (plan.size(phase) - CONTEXT), phase)
+    """One or two settings with which this phase needs a tenth less than planned."""
+    fixes = smallest_fix(plan, CONTEXT + 0.9 * (plan.size(phase) - CONTEXT), phase)
     return f"set {_named(plan, fixes, phase)}" if fixes else "use more GPUs"
 
 
-def fix(plan: Plan, most: float, *phases: str) -> Fixes:
-    """Settings with which these phases, or all, need at most so many bytes; {} where none are found.
+def smallest_fix(plan: Plan, most: float, *phases: str) -> Fixes:
+    """One setting, or two, with which these phases, or all, need at most so many bytes; {} if no two are enough. What
+    comes late in `_remedies` is named only if nothing before it is enough."""
+    before: list[list[Fixes]] = [[{}]]
+    for remedy in _remedies(plan):
+        for other in before:
+            fixes = _weakest(plan, other, remedy, most, phases)
+            if fixes:
+                return fixes
+        before.append(remedy)
+    return {}
 
-    The remedies are tried in their order, one on top of the other: each stays, at its strongest, that takes something
-    off what is too much. Once all fits, each is given up, or made weaker, as far as that does not matter, the last one
-    first."""
-    taken: list[tuple[list[Fixes], Fixes]] = []  # (a remedy, weakest first; the strength taken)
-    settings: Fixes = {}
-    enough: Fixes = {}
-    for number, remedy in enumerate(_remedies(plan)):
-        accepted = [strength for strength in remedy if _is_accepted(plan, settings | strength)]
-        if not accepted:
-            continue
-        stronger = settings | accepted[-1]
-        lowers_share = number >= FREE
-        before = _excess(changed(plan, settings), most, phases, lowers_share=lowers_share)
-        if _excess(changed(plan, stronger), most, phases, lowers_share=lowers_share) >= before:
-            continue
-        taken.append((remedy, accepted[-1]))
-        settings = stronger
-        enough = _fitting(plan, settings, most, phases, lowers_share=lowers_share)
-        if enough:
-            break
-    else:
-        enough = _fitting(plan, settings, most, phases, lowers_share=True)
-    if not enough:
+
+def _weakest(plan: Plan, first: list[Fixes], second: list[Fixes], most: float, phases: tuple[str, ...]) -> Fixes:
+    """The weakest forms of two remedies that are enough together; {} if the strongest are not."""
+
+    def joined(one: Fixes, other: Fixes) -> Fixes:
+        return _with_share(plan, one | other, most)
+
+    def is_enough(one: Fixes, other: Fixes) -> bool:
+        fixes = joined(one, other)
+        return _is_accepted(plan, fixes) and changed(plan, fixes).lacking(most, *phases) <= 0
+
+    if not is_enough(first[-1], second[-1]):
         return {}
-    share = {SHARE: enough[SHARE]} if SHARE in enough else {}
-    for number in reversed(range(len(taken))):
-        remedy, strength = taken[number]
-        for weaker in ({}, *remedy):
-            taken[number] = remedy, weaker
-            if _fitting(plan, _joined(taken) | share, most, phases, lowers_share=False):
-                break
-        else:
-            taken[number] = remedy, strength
-    found = _joined(taken) | share
-    return {key: value for key, value in found.items() if value != attrgetter(key)(plan.cfg)}
+    weak_first = next(form for form in first if is_enough(form, second[-1]))
+    weak_second = next(form for form in second if is_enough(weak_first, form))
+    return joined(weak_first, weak_second)
 
 
-def _joined(taken: Iterable[tuple[list[Fixes], Fixes]]) -> Fixes:
-    """The settings of several remedies; a later one wins."""
-    joined: Fixes = {}
-    for _, strength in taken:
-        joined.update(strength)
-    return joined
+def _with_share(plan: Plan, fixes: Fixes, most: float) -> Fixes:
+    """The settings, with a number in place of None for the engine's share: the largest with which generation needs at
+    most so many bytes."""
+    if SHARE not in fixes:
+        return fixes
+    others = {key: value for key, value in fixes.items() if key != SHARE}
+    new = changed(plan, others)
+    beside = new.size("generate") - sum(new.engine.values()) - max(0, new.kv_cache)
+    share = max(1, math.floor(100 * (most - beside) / plan.gpu_bytes)) / 100
+    return others | {SHARE: share}
 
 
 def _is_accepted(plan: Plan, fixes: Fixes) -> bool:
@@ -142,32 +149,9 @@ def _is_accepted(plan: Plan, fixes: Fixes) -> bool:
         return False
 
 
-def _fitting(plan: Plan, fixes: Fixes, most: float, phases: tuple[str, ...], *, lowers_share: bool) -> Fixes:
-    """The settings, with another share for the engine where they need one and may have it; {} if they do not do."""
-    new = changed(plan, fixes)
-    others = new.size("generate") - sum(new.engine.values()) - max(0, new.kv_cache)
-    share = max(1, math.floor(100 * (most - others) / (plan.gpu_bytes or math.inf))) / 100
-    ways = [fixes, fixes | {SHARE: share}] if lowers_share else [fixes]
-    for settings in ways:
-        if changed(plan, settings).lacking(most, *phases) <= 0 and _is_accepted(plan, settings):
-            return settings
-    return {}
-
-
-def _excess(plan: Plan, most: float, phases: tuple[str, ...], *, lowers_share: bool) -> float:
-    """By how much the phases, or all, are too large together. With lowers_share the KV cache holds one sequence."""
-    excess = 0.0
-    for phase in phases or plan.phases:
-        size = plan.size(phase)
-        if phase == "generate" and lowers_share:
-            size += plan.kv_bytes * plan.cfg.policy.max_total_sequence_length - max(0, plan.kv_cache)
-        excess += max(0, size - most)
-    return excess
-
-
 def _remedies(plan: Plan) -> list[list[Fixes]]:
-    """What is tried, in this order: what slows a step little comes first, what trains something else last. Of each
-    remedy the weakest form comes first. Of settings that save nothing, none is kept."""
+    """Settings that may save memory: what slows a step little comes first, what trains something else near the end. Of
+    each remedy the weakest form comes first."""
     policy = plan.cfg.policy
     most_rows = policy.logprob_chunk_size or 1025
     computed_again = policy.dtensor_cfg.activation_checkpointing
@@ -176,11 +160,16 @@ def _remedies(plan: Plan) -> list[list[Fixes]]:
     tensor = policy.generation.vllm_cfg.tensor_parallel_size
     heads = plan.model.num_attention_heads
     tensors = [n for n in range(tensor + 1, heads + 1) if num_ranks % n == 0 and heads % n == 0]
-    adapters = {LORA: True, "policy.optimizer.name": "torch.optim.AdamW"}  # Muon trains no adapters
-    offload = {f"{FSDP}.cpu_offload": True, OFFLOAD: False}  # the first offloads the moments, too
+    adapters: Fixes = {LORA: True}
+    if policy.optimizer.name == "torch.optim.Muon":  # which trains no adapters
+        adapters["policy.optimizer.name"] = "torch.optim.AdamW"
+    offload: Fixes = {f"{FSDP}.cpu_offload": True}
+    if policy.offload_optimizer_for_logprob:  # the first offloads the moments, too
+        offload[OFFLOAD] = False
     remedies = [
         [{"policy.logprob_chunk_size": rows} for rows in (1024, 512, 256, 128) if rows < most_rows],
         [{OFFLOAD: True}],
+        [{SHARE: None}] if plan.gpu_bytes else [],  # its value: _with_share
         [{f"{FSDP}.defer_fsdp_grad_sync": False}],
         [{f"{FSDP}.activation_checkpointing": number} for number in blocks],
         [{"policy.sequence_packing.share_prefix": False}],
@@ -190,12 +179,11 @@ def _remedies(plan: Plan) -> list[list[Fixes]]:
         [{"policy.sequence_packing.train_mb_tokens": size} for size in _pack_sizes(plan)],
         [{f"{FSDP}.dp_replicate_size": 1}],
         [{f"{VLLM}.tensor_parallel_size": number} for number in tensors],
-        [{"policy.optimizer.name": "torch.optim.AdamW"}],
+        [adapters] if plan.trains else [],  # else the adapters belong to what is scored
         [offload],
     ]
-    if plan.trains:  # else the adapters belong to what is scored
-        remedies.insert(-1, [adapters])
-    return [remedy for remedy in remedies if remedy]
+    accepted = [[fixes for fixes in remedy if _is_accepted(plan, fixes)] for remedy in remedies]
+    return [remedy for remedy in accepted if remedy]
 
 
 def _pack_sizes(plan: Plan) -> list[int]:
@@ -227,11 +215,14 @@ def _with(section: object, name: str, value: object) -> object:
 def _named(plan: Plan, fixes: Fixes, phase: str) -> str:
     """The settings, and what each saves by itself."""
     texts = []
-    for key, value in fixes.items():
+    for text, (key, value) in zip(_written(fixes), fixes.items(), strict=True):
         saved = plan.size(phase) - changed(plan, {key: value}).size(phase)
-        text = f"{key}={json.dumps(value)}"
         texts.append(f"{text} (saves {gib(saved)} in {phase})" if saved > 0 else text)
-    return ", ".join(texts)
+    return " and ".join(texts)
+
+
+def _written(fixes: Fixes) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in fixes.items()]
 
 
 def listed(items: Items) -> str:

@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ import yaml
 
 from advantages import estimate_advantages
 from base.check.command_line import ALL_RANKS_GENERATE, parse_command_line
-from base.check.contradictions import RULES, contradictions
+from base.check.contradictions import READS, RULES, contradictions
 from base.check.rules import check_config, fewest_ranks, must_save_by_seconds
 from base.inputs import keys
 from base.inputs.reader import load
-from config import CheckpointingConfig, Config, ConfigError
+from config import CheckpointingConfig, Config, ConfigError, LossConfig
+from loss import policy_loss
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
 VALID = ["data.train.data_path=train.jsonl", "data.validation.data_path=val.jsonl"]
@@ -62,6 +65,48 @@ def test_an_option_is_refused_if_and_only_if_the_estimator_does_not_read_it(writ
             check_config(changed, 1)
     else:
         check_config(changed, 1)
+
+
+TOKEN_LOSS_KEYS = {  # a value other than the default
+    "ratio_clip_min": 0.1,
+    "ratio_clip_max": 0.3,
+    "ratio_clip_c": 1.5,
+    "sapo_tau_positive": 1.5,
+    "sapo_tau_negative": 1.5,
+    "dppo_mask_low": 0.05,
+    "dppo_mask_high": 0.05,
+    "dppo_kl_tau": 0.1,
+}
+
+
+def gradient_of(cfg):
+    """Of the loss of a config, for tokens whose probability has risen or fallen a little or much, with either sign of
+    the advantage."""
+    old_logp_R = torch.log(torch.tensor([0.1, 0.3, 0.5, 0.8] * 4))
+    change_R = torch.log(torch.tensor([0.3] * 4 + [0.85] * 4 + [1.25] * 4 + [3.0] * 4))
+    logp_R = torch.cat([old_logp_R + change_R] * 2).requires_grad_()
+    loss, _ = policy_loss(
+        logp_R,
+        old_logp_R=torch.cat([old_logp_R] * 2),
+        sampler_logp_R=torch.cat([old_logp_R] * 2),
+        adv_R=torch.cat([torch.ones(16), -torch.ones(16)]),
+        mask_R=torch.ones(32),
+        seq_R=torch.arange(32),
+        num_valid_tokens=32,
+        num_valid_seqs=32,
+        cfg=cfg,
+    )
+    return torch.autograd.grad(loss, logp_R)[0]
+
+
+@pytest.mark.parametrize("key", TOKEN_LOSS_KEYS)
+@pytest.mark.parametrize("token_loss", get_args(LossConfig.__annotations__["token_loss"]))
+def test_a_key_is_refused_if_and_only_if_the_token_loss_does_not_read_it(token_loss, key):
+    plain = LossConfig(token_loss=token_loss, token_level_loss=token_loss != "gmpo")
+    changed = replace(plain, **{key: TOKEN_LOSS_KEYS[key]})
+    refused = [message.partition("=")[0] for message in contradictions(Config(loss_fn=changed))]
+    is_read = not torch.equal(gradient_of(plain), gradient_of(changed))
+    assert refused == ([] if is_read else [f"loss_fn.{key}"])
 
 
 def test_time_to_save_by():
@@ -121,6 +166,7 @@ def test_without_torchrun_a_check_takes_the_fewest_ranks():
 
 def test_the_table_names_keys():
     """A condition on a name that no key has would never hold, or end the check."""
+    assert TOKEN_LOSS_KEYS.keys() == {*chain.from_iterable(READS.values())}
     for rule in RULES:
         named = [key for condition in (*rule.when, *rule.refuse) for key in condition.keys]
         assert {*named, *rule.unread} <= keys.FIELDS.keys() and rule.why
