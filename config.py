@@ -191,6 +191,10 @@ class GRPOConfig(Section):
         """The number of prompts that are drawn at once."""
         return int(round(self.num_prompts_per_step * self.batch_multiplier, 9))  # 100 x 1.15 is 114.99999999999999
 
+    @property
+    def samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
     def max_num_seqs(self, num_engines: int) -> int:
         """The most samples in an engine at once: with async_grpo of a training batch, else of the largest; <= 1024."""
         training = -(-self.prompts_per_batch // num_engines) * self.num_generations_per_prompt
@@ -713,6 +717,16 @@ class Config(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        """Of an optimizer step."""
+        return self.policy.train_global_batch_size or self.grpo.samples_per_step
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference policy, which the KL is to."""
+        return self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -116,9 +116,7 @@ def needs_old_logps(cfg: Config) -> bool:
         return True
     if cfg.loss_fn.old_logprobs == "sampler":
         return False
-    num_samples_of_rollout = cfg.grpo.num_prompts_per_step * cfg.grpo.num_generations_per_prompt
-    num_samples = cfg.policy.train_global_batch_size or num_samples_of_rollout
-    policy_moves = cfg.policy.ppo_epochs > 1 or num_samples < num_samples_of_rollout
+    policy_moves = cfg.policy.ppo_epochs > 1 or cfg.samples_per_minibatch < cfg.grpo.samples_per_step
     has_old_tokens = cfg.grpo.async_grpo.max_age > 0  # then the gap is measured before the step
     return policy_moves or has_old_tokens
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from base.check import memory_fit
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
+from base.plan.gpus import GPUS as GPU_BY_WORD
+from base.plan.gpus import Gpu
 from base.plan.memory_plan import GIB, SPARE, Plan
-from base.plan.step_time import GPUS as GPU_BY_WORD
-from base.plan.step_time import Gpu, Step, number, phase_seconds
+from base.plan.step_time import Step, number, phase_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -88,7 +89,11 @@ def fitted(name: str, gib: int, num_gpus: int) -> tuple[Plan, dict[str, object]]
     """The plan on the first rung of LADDER on which it fits, or one or two more keys make it fit, and all its keys."""
     base = base_plan(name, num_gpus, gib, GPUS[gib])
     for rung in LADDER:
-        keys = {key: num_gpus if key == TENSOR else value for key, value in rung.items()}
+        keys = dict(rung)
+        if num_gpus == 1:
+            keys.pop(TENSOR, None)
+        elif TENSOR in keys:
+            keys[TENSOR] = num_gpus
         plan = memory_fit.changed(base, keys)
         if plan.lacking() <= 0:
             return plan, keys

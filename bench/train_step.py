@@ -7,7 +7,7 @@ configs/math_1b.yaml: 8,192 tokens, groups of 16, prompts of 60 to 160, response
 The cases of a group take turns, step by step: A B A B. One pass and two, as losses that couple tokens have it; larger
 packs; the step as it was until 2026-11-28 (`set_way`), with the loss as it is in place of compiled kernels; prompts
 shared and not; one pass in PyTorch. flops: run.speed.train_flops, as a run logs them. utilisation: that per second over
-the GPU's peak in run.speed.PEAK_TFLOPS, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
+base.plan.gpus.PEAK_FLOPS of the GPU, 0 for another GPU. head: the same step without the blocks, 6 R D V for R rows.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from attention import PackLayout
 from base.hf.model_config import ModelConfig
 from base.hf.weights import sharded_parameters
 from base.inputs import reader
+from base.plan.gpus import PEAK_FLOPS
 from base.system.exits import exit_process
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, start_process_group
@@ -52,7 +53,7 @@ from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
 from run.build import choose_attention, compiles
-from run.speed import PEAK_TFLOPS, train_flops
+from run.speed import train_flops
 
 QWEN = {"model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_size": 1536}
 QWEN |= {"vocab_size": 151936, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
@@ -260,7 +261,7 @@ def main() -> None:
     compiled = compiles(False if args.eager else cfg.policy.compile, device.type)
     if compiled:
         model.compile_blocks()
-    peak = 1e12 * PEAK_TFLOPS.get(torch.cuda.get_device_name(), 0) if device.type == "cuda" else 0
+    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(), 0) if device.type == "cuda" else 0
     print(choose_attention(device, getattr(torch, cfg.policy.precision)))
     head_alone = HeadAlone(model, device, getattr(torch, cfg.policy.precision))
     vocab = TOKENIZER[model.config.vocab_size]

@@ -22,7 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.filter import CUT
+
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
+CUT_LOGIT = tl.constexpr(CUT)
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
@@ -81,7 +84,7 @@ def launch_options(row_stride: int) -> dict[str, int]:
 def load_block(logits, column, vocab, row_stride):
     """A block of a row's logits, CUT from `vocab` on. The mask of the load ends at a multiple of 16: a mask that ends
     at an odd column would split it into one load per column."""
-    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), -1e30)  # CUT
+    return tl.where(column < vocab, tl.load(logits + column, column < row_stride), CUT_LOGIT)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -89,7 +92,7 @@ def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_str
     """A program per row writes its logp, entropy, m and log2 s into stats, [4, num_rows]. scale = 1 / temperature."""
     row = tl.program_id(0).to(tl.int64)  # row * row_stride exceeds 2^31
     logits, stats = logits_ptr + row * row_stride, stats_ptr + row
-    largest = -1e30  # CUT
+    largest = CUT_LOGIT
     total, weighted = 0.0, 0.0  # sums of exp and exp * log2_z
     for start in tl.range(0, row_stride, BLOCK, num_stages=3):  # prefetches two blocks
         logit = load_block(logits, start + tl.arange(0, BLOCK), vocab, row_stride)

@@ -44,7 +44,7 @@ def loss_path_of(cfg: Config) -> LossPath:
         policy_loss,
         cfg.loss_fn,
         has_old=needs_old_logps(cfg),
-        has_ref=cfg.loss_fn.reference_policy_kl_penalty > 0,
+        has_ref=cfg.has_reference,
         filtered=sampling_filter_of(cfg.policy.generation) is not None,
         allow_pack_dependence=cfg.grpo.allow_pack_dependence,
     )
@@ -58,8 +58,7 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
     pack_rows = policy.pack_tokens(device.type)
     loss = LossOptions(path=loss_path_of(cfg))
     if compiles(policy.compile, device.type):
-        has_ref = cfg.loss_fn.reference_policy_kl_penalty > 0
-        call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, needs_old_logps(cfg), has_ref)
+        call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, needs_old_logps(cfg), cfg.has_reference)
         loss = replace(loss, call=call, kernels=kernels)
     return HeadOptions(
         temperature=policy.generation.temperature,
@@ -83,7 +82,7 @@ def reference_dtype(cfg: Config) -> torch.dtype:
 
 def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
     """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
-    if cfg.loss_fn.reference_policy_kl_penalty == 0:
+    if not cfg.has_reference:
         return None
     policy = cfg.policy
     if inputs.reference_model is None:

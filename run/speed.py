@@ -8,28 +8,11 @@ import torch.distributed as dist
 
 from base.hf.lora_layers import adapted_layers, weights_per_token
 from base.hf.model_config import ModelConfig
+from base.plan.gpus import PEAK_FLOPS
 from base.system.ranks import gather
 from config import LoRAConfig, PolicyConfig
 from metrics import Numbers
 from pack import MicroBatch, Minibatch
-
-# Dense bfloat16 TFLOP/s by torch.cuda.get_device_name; a part of a GPU (MIG) has another name. From NVIDIA's data
-# sheets, which print twice as much: with sparsity.
-PEAK_TFLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312.0,
-    "NVIDIA A100-SXM4-80GB": 312.0,
-    "NVIDIA A100-PCIE-40GB": 312.0,
-    "NVIDIA A100 80GB PCIe": 312.0,
-    "NVIDIA H100 80GB HBM3": 989.5,
-    "NVIDIA H200": 989.5,
-    "NVIDIA GH200 480GB": 989.5,
-    "NVIDIA H100 PCIe": 756.5,
-    "NVIDIA H100 NVL": 835.5,
-    "NVIDIA H200 NVL": 835.5,
-    "NVIDIA B200": 2250.0,
-    "NVIDIA B300": 2250.0,
-    "NVIDIA GB200": 2500.0,
-}
 
 
 def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRAConfig | None = None) -> int:
@@ -99,8 +82,8 @@ def performance_metrics(
     if is_scored:
         values["performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = tokens / scoring / num_trainers
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if policy.precision == "bfloat16" and device in PEAK_TFLOPS:
-        values["performance/train_fp_utilization"] = train_tflops / PEAK_TFLOPS[device]
+    if policy.precision == "bfloat16" and device in PEAK_FLOPS:
+        values["performance/train_fp_utilization"] = train_tflops * 1e12 / PEAK_FLOPS[device]
     values["performance/train_tokens"] = train["train_tokens"]
     values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / num_all
     return values

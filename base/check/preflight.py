@@ -15,6 +15,7 @@ from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
 from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs
 from base.plan import step_time
+from base.plan.gpus import GPUS, Gpu
 from base.plan.memory_plan import GIB, Plan
 from config import Config, ConfigError
 
@@ -39,9 +40,7 @@ def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:
     return rules.fewest_ranks(cfg), f"{size}, no fewer than {SMALL_MODEL} M"
 
 
-def check(
-    cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None, gpu: step_time.Gpu | None = None
-) -> str:
+def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None, gpu: Gpu | None = None) -> str:
     """A summary, after checking everything that can be wrong before torch is loaded: all rows, or MAX_ROWS of each set.
     gpu_bytes: of one GPU, if known. Prints the summary and raises ConfigError if the run does not fit into it. gpu: the
     summary says how long a step takes on it."""
@@ -118,16 +117,16 @@ def _is_for_gpus(device: str | None, num_ranks: int) -> bool:
     return num_ranks > 1 or shutil.which("nvidia-smi") is not None
 
 
-def gpu_by_name(argv: Sequence[str]) -> tuple[step_time.Gpu | None, list[str]]:
+def gpu_by_name(argv: Sequence[str]) -> tuple[Gpu | None, list[str]]:
     """(the GPU of the last `--gpu=h100`, or None; the other words)."""
     flag = "--gpu="
     given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
     others = [word for word in argv if not word.startswith(flag)]
     if not given:
         return None, others
-    if given[-1] not in step_time.GPUS:
-        raise ConfigError(f"{flag}{given[-1]:.80}: expected one of {', '.join(step_time.GPUS)}")
-    return step_time.GPUS[given[-1]], others
+    if given[-1] not in GPUS:
+        raise ConfigError(f"{flag}{given[-1]:.80}: expected one of {', '.join(GPUS)}")
+    return GPUS[given[-1]], others
 
 
 def answer(argv: Sequence[str], usage: str) -> int:

@@ -153,8 +153,8 @@ def _batch_problems(cfg: Config) -> Iterator[str]:
     """How a rollout is cut into optimizer steps, and how many prompts are drawn at once."""
     grpo = cfg.grpo
     prompts = grpo.num_prompts_per_step
-    rollout = prompts * grpo.num_generations_per_prompt
-    batch = cfg.policy.train_global_batch_size or rollout
+    rollout = grpo.samples_per_step
+    batch = cfg.samples_per_minibatch
     batch_key = f"policy.train_global_batch_size={json.dumps(cfg.policy.train_global_batch_size)}"
     if rollout % batch:
         samples = f"{rollout} samples of grpo.num_prompts_per_step={prompts} x {grpo.num_generations_per_prompt}"

@@ -100,12 +100,7 @@ class Plan:
     @property
     def minibatch_tokens(self) -> float:
         """The most tokens that a rank may train in an optimizer step."""
-        grpo = self.cfg.grpo
-        policy = self.cfg.policy
-        num_samples = policy.train_global_batch_size
-        if num_samples is None:
-            num_samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
-        return num_samples * policy.max_total_sequence_length / self.num_gpus
+        return self.cfg.samples_per_minibatch * self.cfg.policy.max_total_sequence_length / self.num_gpus
 
     def with_packs(self, tokens: int) -> "Plan":
         """With this number in place of train_mb_tokens."""
@@ -384,7 +379,7 @@ class Plan:
             last = self.teacher.num_hidden_layers - 1
             gathered = count(shapes, "embed_tokens") + count(shapes, f"model.layers.{last}.")
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
-        elif self.cfg.loss_fn.reference_policy_kl_penalty > 0 and "weights" not in self.offloaded:
+        elif self.cfg.has_reference and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         queries = m.num_attention_heads * m.head_dim
         keys = m.num_key_value_heads * m.head_dim
@@ -493,7 +488,7 @@ class Plan:
             pinned["weights"] += self.pinned(self.shapes, self.precision)
         pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
-        if self.cfg.loss_fn.reference_policy_kl_penalty > 0 and self.trains:
+        if self.cfg.has_reference and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
             items["reference"] = self.pinned(shapes, precision)

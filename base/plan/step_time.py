@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from base.hf.lora_layers import weights_per_token
+from base.plan.gpus import Gpu
 from base.plan.memory_plan import NUMBER, Plan, count
 from config import Config
 
@@ -15,32 +16,6 @@ DECODE = 3e-3  # seconds of a decoding step for scheduling and sampling; assumed
 CPU_MEMORY = 100e9  # bytes a second of a host, for an optimizer that computes there; assumed
 MEAN_RESPONSE = 300 / 768  # of the longest one; assumed: solutions of GSM8K where 768 tokens are allowed
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """GiB of memory; FLOPs a second in bfloat16, dense; bytes a second of its memory, of its link to other GPUs of its
-    node in one direction, to the host, and of its share of the node's network. From NVIDIA's data sheets; the network
-    of cards without NVLink is assumed: 100 Gbit/s for eight."""
-
-    name: str
-    gib: int
-    flops: float
-    memory: float
-    link: float
-    host: float
-    network: float
-
-
-GPUS = {  # by the word behind --gpu
-    "rtx4080": Gpu("RTX 4080", 16, 97.5e12, 717e9, 32e9, 32e9, 12.5e9 / 8),
-    "rtx4090": Gpu("RTX 4090", 24, 165.2e12, 1008e9, 32e9, 32e9, 12.5e9 / 8),
-    "a100_40gb": Gpu("A100 40GB", 40, 312e12, 1555e9, 300e9, 32e9, 25e9),
-    "a100_80gb": Gpu("A100 80GB", 80, 312e12, 2039e9, 300e9, 32e9, 25e9),
-    "l40s": Gpu("L40S", 48, 362e12, 864e9, 32e9, 32e9, 12.5e9 / 8),
-    "h100": Gpu("H100 SXM", 80, 989.5e12, 3350e9, 450e9, 64e9, 50e9),
-    "h200": Gpu("H200 SXM", 141, 989.5e12, 4800e9, 450e9, 64e9, 50e9),
-}
 
 
 @dataclass(frozen=True)
@@ -63,19 +38,18 @@ class Step:
     def of(cls, cfg: Config, prompt: float) -> "Step":
         """prompt: mean tokens of a prompt. All turns of a sample count as one response; an agent's as one reply."""
         grpo, policy = cfg.grpo, cfg.policy
-        samples = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
         room = max(1, policy.max_total_sequence_length - math.ceil(prompt))
         longest = min(policy.generation.max_new_tokens * grpo.max_rollout_turns, room)
         return cls(
-            samples=samples,
+            samples=grpo.samples_per_step,
             prompt=prompt,
             response=longest * MEAN_RESPONSE,
             longest=longest,
-            scorings=1 if cfg.loss_fn.reference_policy_kl_penalty > 0 else 0,
+            scorings=int(cfg.has_reference),
             group=grpo.num_generations_per_prompt,
             shared=policy.sequence_packing.share_prefix,
             epochs=policy.ppo_epochs,
-            minibatches=math.ceil(samples / (policy.train_global_batch_size or samples)),
+            minibatches=math.ceil(grpo.samples_per_step / cfg.samples_per_minibatch),
         )
 
     @property
@@ -195,7 +169,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     size = (4 + first + 4) * trained - 4 * count(plan.matrices)
     if not plan.lora:
         size += 4 * (count(plan.shapes) - trained)  # frozen routers
-    if plan.cfg.loss_fn.reference_policy_kl_penalty > 0 and plan.teacher is None:
+    if plan.cfg.has_reference and plan.teacher is None:
         size += (4 if plan.cfg.grpo.ref_policy_update_alpha < 1 else plan.precision) * trained
     return size
 

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from config import printable
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -91,9 +93,5 @@ def keep_console() -> None:
 def say(text: str, *, is_error: bool = False) -> None:
     """Prints a line of the run. It may quote what agents, graders, datasets or replies wrote: nothing in it clears the
     user's screen, and nothing cannot be encoded."""
-    print(printable(text), file=sys.stderr if is_error else sys.stdout, flush=True)
-
-
-def printable(text: str) -> str:
-    """The text with its control characters, and all else that has no shape of its own, as Python escapes them."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    lines = [printable(line) for line in text.split("\n")]
+    print("\n".join(lines), file=sys.stderr if is_error else sys.stdout, flush=True)

@@ -21,7 +21,7 @@ from base.agents.wire_chat import Chat, link_of, read_message
 from base.graders.grading import Grading
 from base.graders.reward_function import RewardFunction
 from base.hf.tokenizer import Tokenizer
-from base.system.disk import printable
+from base.system.disk import say
 from base.system.exits import StopRun, report_exit
 from base.system.ranks import Ranks
 from config import AgentConfig, ChatServerConfig
@@ -453,10 +453,12 @@ def test_an_observation_that_cannot_be_encoded_gets_replacement_characters(case)
         assert ids == others
 
 
-def test_printable_keeps_what_has_a_shape():
-    assert printable("é 中 😀\nnext") == "é 中 😀\nnext"
-    assert printable("a\x1b[2J\ud800\u202e\x85\t") == "a\\x1b[2J\\ud800\\u202e\\x85\\t"
-    assert len(printable("x" * MAX_TOKENS)) == MAX_TOKENS
+def test_what_is_said_keeps_what_has_a_shape(capsys):
+    said = {"é 中 😀\nnext": "é 中 😀\nnext", "a\x1b[2J\ud800\u202e\x85\t": "a\\x1b[2J\\ud800\\u202e\\x85\\t"}
+    said["x" * MAX_TOKENS] = "x" * MAX_TOKENS
+    for text, shown in said.items():
+        say(text)
+        assert capsys.readouterr().out == f"{shown}\n"
 
 
 def test_what_is_said_of_a_hostile_text_is_plain(capfd, monkeypatch):

@@ -18,12 +18,12 @@ from small_run import ROOT, arguments, write_rows
 import grpo
 from advantages import advantage_metrics
 from base.agents.metrics import agent_metrics
+from base.plan.gpus import PEAK_FLOPS
 from config import Config, GRPOConfig, LossConfig
 from gap import gap_of_pack, seq_logp_error_mask
 from loss import policy_loss
 from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics, summarize
 from run import memory
-from run.speed import PEAK_TFLOPS
 
 COMMITTED = ROOT / "examples" / "smollm2" / "metrics.jsonl"
 OPTIONS = (  # what writes metrics of its own, in one run
@@ -65,7 +65,7 @@ def records(one_rank, tmp_path_factory):
     words = [word for word in arguments(folder)[1:] if not word.startswith("data.validation")]
     with pytest.MonkeyPatch.context() as patch:
         run_in_this_process(patch, one_rank)
-        patch.setitem(PEAK_TFLOPS, "CPU", 1.0)  # as if its peak were known
+        patch.setitem(PEAK_FLOPS, "CPU", 1e12)  # as if its peak were known
         patch.setattr(sys, "argv", ["", str(file), *words, *OPTIONS])
         assert grpo.main() == 0
     return read(folder / "exp_001" / "metrics.jsonl")

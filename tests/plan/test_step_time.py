@@ -7,11 +7,11 @@ from real_models import GEMMA3_1B, QWEN3_30B_A3B
 
 from base.check import memory_fit
 from base.hf.model_config import ModelConfig
-from base.plan import step_time
+from base.plan import gpus
 from base.plan.step_time import Step, checkpoint_bytes, disk_line, phase_seconds, seconds_between_replicas, time_line
 from bench.fits import GPUS, RECIPE, base_plan, cell
 
-H100 = step_time.GPUS["h100"]
+H100 = gpus.GPUS["h100"]
 # Qwen3-8B: a block has 192,946,432 weights, 192,937,984 of them in matrices; embedding and head have 622,329,856 each.
 BLOCKS, HEAD, WEIGHTS = 6_946_071_552, 622_329_856, 8_190_735_360
 MATRICES = 36 * 192_937_984
