@@ -1,5 +1,5 @@
-"""What a smoke run of two steps loads of this repository: the lines of each file, and of its functions that the run never
-calls.
+"""What a smoke run of two steps loads of this repository: the lines of each file, and of its functions that the run
+never calls.
 
     .venv/bin/python bench/loaded.py [key.sub=value ...]
 """
