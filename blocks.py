@@ -13,6 +13,7 @@ docs/families.md tells what was tried, and how a family is added.
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,9 @@ from attention import PackLayout, packed_attention
 from base.hf.model_config import ModelConfig
 from loss import Metrics
 from state import over_packs
+
+if TYPE_CHECKING:
+    from router_replay import RouterReplay
 
 PACKED = "packed"  # our attention's name in transformers
 # What `window_of_mask` would say, and that nothing is padding: of the types of layers in models with state.
@@ -96,6 +100,7 @@ class TransformersBody(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 module.forward = partial(_layer_norm, module)
         self.routers = []
+        self.replay: RouterReplay | None = None
         self.mixers = []
         for number, layer in enumerate(self.layers):
             if config.has_experts(number):
@@ -117,6 +122,8 @@ class TransformersBody(nn.Module):
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """hidden_TD, whose product with the output layer's weight is the logits."""
         (base,) = self.parts_of
+        if self.replay:
+            self.replay.experts_TLA = layout.experts_TLA
         mask: Tensor | dict
         if self.mixers:
             mask = MASK_OF_TYPES  # transformers would look for padding in a tensor, and wait for the device
@@ -157,6 +164,8 @@ class TransformersBody(nn.Module):
             metrics["busiest_expert_share"] = share_LE.max(1).values.sum(), num_layers
             metrics["unused_expert_fraction"] = (count_LE == 0).float().mean(1).sum(), num_layers
         self.counts = {}
+        if self.replay:
+            metrics |= self.replay.metrics()
         return metrics
 
     def init_buffers(self, device: torch.device | str) -> None:

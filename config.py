@@ -454,6 +454,14 @@ class HFConfigOverrides(Section):
     """A sequence may have at most this many tokens; null means what config.json of the model says."""
 
 
+class RouterReplayConfig(Section):
+    enabled: bool = False
+    """The routers of a mixture of experts send each token to the experts that the sampler sent it to, and compute
+    weights and gradients themselves. So a choice that rounding changes is the same on both sides."""
+    measure_only: bool = False
+    """The routers choose as always, and train/router_flip_fraction says how often the sampler chose otherwise."""
+
+
 class PolicyConfig(Section):
     model_name: str = "Qwen/Qwen2.5-1.5B"
     """The policy starts from this folder or hub model; docs/families.md lists the families."""
@@ -469,6 +477,7 @@ class PolicyConfig(Section):
     """torch.compile fuses the loss, and each block around its attention. null: true on CUDA; true is refused on CPU."""
     freeze_moe_router: bool = True
     """The routers of a mixture of experts keep their weights. They compute in float32 in any case."""
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     deterministic_attention: bool = False
     """On CUDA the backward pass sums in a fixed order, so equal samples give bitwise equal gradients, more slowly."""
     logprob_chunk_size: int | None = key(None, ">= 1")

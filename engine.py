@@ -102,6 +102,12 @@ class VLLMEngine:
         if model.num_experts and self.cuda:
             hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
         self.must_pack_experts = model.num_experts > 0 and not self.cuda
+        self.replayed_layers: list[int] = []  # of which a completion has the experts
+        if cfg.policy.router_replay.enabled:
+            self.replayed_layers = [layer for layer in range(model.num_hidden_layers) if model.has_experts(layer)]
+            if self.cuda:
+                os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # V1 does not return them
+                hardware["enable_return_routed_experts"] = True
         if not self.cuda:
             # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
             # logits would stay stale. Untied, the head is a layer like any other; `sync` sends it the embedding.
@@ -112,6 +118,8 @@ class VLLMEngine:
             hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
             if model.family.state is not None:
                 hardware["enable_prefix_caching"] = False  # of states it is for prompts cut into chunks alone
+            if cfg.policy.router_replay.enabled:
+                hardware["enable_prefix_caching"] = False  # `_Capture` has no experts of tokens that are not computed
             if isinstance(model, BlocksConfig):
                 _rotate_in_torch()
         if model.whole is not None:
@@ -137,6 +145,9 @@ class VLLMEngine:
             scheduling_policy="priority" if cfg.grpo.async_grpo.enabled else "fcfs",
             **hardware,
         )
+        if self.replayed_layers and not self.cuda:
+            states = self.llm.llm_engine.output_processor.request_states
+            self.llm.collective_rpc(_Capture, args=(states, model))
         self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
         self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
@@ -252,9 +263,19 @@ class VLLMEngine:
         if self.is_idle:
             return []
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # for the head's matmul
-            ended = {o.request_id: o.outputs[0] for o in self.llm.llm_engine.step() if o.finished}
-        self.unclaimed |= {key: completion_of(reply, self.versions_by_request.pop(key)) for key, reply in ended.items()}
-        return list(ended)
+            ended = [output for output in self.llm.llm_engine.step() if output.finished]
+        for output in ended:
+            spans = self.versions_by_request.pop(output.request_id)
+            experts_TLA = self._experts_of(output) if self.replayed_layers else None
+            self.unclaimed[output.request_id] = completion_of(output.outputs[0], spans, experts_TLA)
+        return [output.request_id for output in ended]
+
+    def _experts_of(self, output) -> np.ndarray:
+        """`Completion.experts_TLA`. vLLM gives all layers, and on a CPU of tokens in flight, too."""
+        (reply,) = output.outputs
+        num_inputs = len(output.prompt_token_ids) + len(reply.token_ids) - 1
+        assert len(reply.routed_experts) >= num_inputs, (len(reply.routed_experts), num_inputs)
+        return reply.routed_experts[:num_inputs, self.replayed_layers]
 
     def preempt(self) -> None:
         """Sends running requests back to the queue: what starts next with a lower priority number does not wait."""
@@ -349,7 +370,7 @@ def reply_parsers() -> tuple[Callable, Callable, type]:
     return ToolParserManager.get_tool_parser, ReasoningParserManager.get_reasoning_parser, ChatCompletionRequest
 
 
-def completion_of(output, spans: list[tuple[int, int]]) -> Completion:
+def completion_of(output, spans: list[tuple[int, int]], experts_TLA: np.ndarray | None = None) -> Completion:
     """vLLM's output as the house's. spans: (weight version, number of the first token that it drew), in their order."""
     ids = list(output.token_ids)
     flat = output.logprobs
@@ -360,7 +381,7 @@ def completion_of(output, spans: list[tuple[int, int]]) -> Completion:
     versions, starts = zip(*spans, strict=True)
     versions = np.repeat(versions, np.diff([*starts, len(ids)]))
     tokens = make_tokens(ids, logp=logps, version=versions, mask=True)
-    return Completion(tokens, output.finish_reason, _likeliest(flat))
+    return Completion(tokens, output.finish_reason, _likeliest(flat), experts_TLA)
 
 
 def _likeliest(flat) -> list[dict[int, float]]:
@@ -421,6 +442,45 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
+
+
+class _Capture:
+    """On a CPU, what vLLM does on CUDA with enable_return_routed_experts: notes the experts of each token, once, with
+    what its output processor knows of the request, which gives them back when the request ends.
+
+    states: of the output processor. Its capture functions are called in the order of the layers, with the tokens of a
+    step in the order of its batch."""
+
+    def __init__(self, worker, states: Mapping, model: ModelConfig):
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        self.runner = worker.model_runner
+        self.states = states
+        self.shape = (model.num_hidden_layers, model.experts_per_token)
+        self.dtype = np.uint8 if model.num_experts <= 256 else np.uint16
+        self.layers = [module for module in self.runner.model.modules() if isinstance(module, MoERunner)]
+        self.step: dict[int, np.ndarray] = {}  # layer -> [tokens of the step, experts of each]
+        for module in self.layers:
+            module.router.set_capture_fn(partial(self.note, module.layer_id))
+
+    def note(self, layer: int, expert_TA: torch.Tensor) -> None:
+        self.step[layer] = expert_TA.numpy().copy()
+        if len(self.step) < len(self.layers):
+            return
+        step_TLA = np.zeros((len(expert_TA), *self.shape), self.dtype)
+        for number, chosen_TA in self.step.items():
+            step_TLA[:, number] = chosen_TA
+        self.step = {}
+        batch = self.runner.input_batch
+        bounds = self.runner.query_start_loc.np
+        for number, request_id in enumerate(batch.req_ids):
+            if request_id not in self.states:  # it has ended, and this token was in flight
+                continue
+            rows_TLA = step_TLA[bounds[number] : bounds[number + 1]]
+            noted = self.states[request_id].routed_experts_chunks
+            num_again = sum(map(len, noted)) - int(batch.num_computed_tokens_cpu[number])  # after a preemption
+            if num_again < len(rows_TLA):
+                noted.append(rows_TLA[num_again:])
 
 
 def _unfused(name: str, fused_layers: Mapping[str, Sequence[str]]) -> list[str]:

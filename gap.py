@@ -21,7 +21,7 @@ than grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from loss import Metrics, Sequences, extremes
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
-from records import Engine, Sample, SamplingOptions
+from records import Completion, Engine, Sample, SamplingOptions
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
@@ -252,7 +252,7 @@ def check_canary(
     sum_and_count = torch.zeros(2, dtype=torch.float64)
     sampling = SamplingOptions(head_options.temperature, num_new)
     for reply in engine.generate([prompt], [0], sampling, may_stop=False):
-        logp_R = _score(model, head_options.unfiltered, prompt, reply.ids, device)
+        logp_R = _score(model, head_options.unfiltered, prompt, reply, device)
         gap_R = (logp_R.cpu().double() - torch.from_numpy(reply.tokens["logp"])).abs()
         sum_and_count += torch.tensor([gap_R.sum(), len(gap_R)], dtype=torch.float64)
     dist.all_reduce(sum_and_count)
@@ -267,13 +267,15 @@ def check_canary(
 
 @torch.no_grad()
 def _score(
-    model: Decoder, head_options: HeadOptions, prompt: list[int], reply: list[int], device: torch.device
+    model: Decoder, head_options: HeadOptions, prompt: list[int], reply: Completion, device: torch.device
 ) -> Tensor:
-    """[len(reply)]: the trainer's log-probability of each id of the reply."""
-    ids = torch.tensor([*prompt, *reply], device=device)
+    """The trainer's log-probability of each id of the reply."""
+    ids = torch.tensor([*prompt, *reply.ids], device=device)
     token_T, target_R = ids[:-1], ids[len(prompt) :]
     position_T = torch.arange(len(token_T), device=device)
     pos_R = position_T[len(prompt) - 1 :]
     layout = PackLayout.of(np.array([0, len(token_T)]), None, len(token_T), device)
+    if reply.experts_TLA is not None:
+        layout = replace(layout, experts_TLA=torch.tensor(reply.experts_TLA.astype(np.int16), device=device))
     logp_R, _ = response_logps(model, (token_T, position_T, layout, pos_R), target_R, head_options)
     return logp_R

@@ -138,7 +138,7 @@ def compute_logprobs(
             for micro in micros:
                 # top_p and top_k keep other tokens of the reference than of the policy.
                 unfiltered = head_options.unfiltered
-                micro.ref_logp_R, _ = response_logps(scorer, micro.model_inputs, micro.target_R, unfiltered)
+                micro.ref_logp_R, _ = response_logps(scorer, micro.inputs_of_reference, micro.target_R, unfiltered)
     newest_version = step - 1
     gap = StepGap(cfg, gap_before_training(micros, newest_version, cfg.grpo))
     sums: Metrics = {}

@@ -22,7 +22,7 @@ A pack of a prompt with two responses, as in docs/walkthrough.md, which has the 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from heapq import heapreplace
 from typing import NamedTuple
 
@@ -60,7 +60,8 @@ class Pack:
     row of a shared prompt predicts several. tokens_R: the targets, with all that `records.TOKEN` has of a token. adv_R:
     of the token's sample, or turn; reward_R: of its sample; seq_R: the number of its sequence within the pack;
     sample_R: of its sample within the minibatch. source_R: the target's place among the output ids of all sequences
-    that `pack_samples` was given, back to back, by which a dump finds the token of a row.
+    that `pack_samples` was given, back to back, by which a dump finds the token of a row. experts_TLA: of each input
+    the experts that the sampler sent it to, int16, -1 where it did not say; None without policy.router_replay.
     Example: the TokenSequence of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
     prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
     second one of the same prompt and output ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
@@ -79,6 +80,8 @@ class Pack:
     sample_R: np.ndarray
     reward_R: np.ndarray
     source_R: np.ndarray  # int32
+    _: KW_ONLY
+    experts_TLA: np.ndarray | None = None
 
     @property
     def target_R(self) -> np.ndarray:
@@ -100,8 +103,8 @@ ROW_FIELDS = "pos_R adv_R seq_R sample_R reward_R source_R mask_R share_R old_lo
 @dataclass(slots=True)
 class MicroBatch(Pack):
     """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
-    cu_seqlens and prefix_S stay on the host; `layout` has what the model needs of them, for all its forwards. tokens_R:
-    name of a column of TOKEN -> tensor.
+    cu_seqlens, prefix_S and experts_TLA stay on the host; `layout` has what the model needs of them, for all its
+    forwards. tokens_R: name of a column of TOKEN -> tensor.
     mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
     rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
     None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
@@ -119,6 +122,11 @@ class MicroBatch(Pack):
     def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor]:
         """The arguments of `model.Decoder.forward` but its head."""
         return self.token_T, self.position_T, self.layout, self.pos_R
+
+    @property
+    def inputs_of_reference(self) -> tuple[Tensor, Tensor, PackLayout, Tensor]:
+        """As `model_inputs`, for a model that chooses its experts itself: the sampler had other weights."""
+        return self.token_T, self.position_T, replace(self.layout, experts_TLA=None), self.pos_R
 
     def reorder(self, order_R: np.ndarray) -> None:
         """Puts the rows into another order: row i is the row order_R[i] of before."""
@@ -189,7 +197,7 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
     """The pack as a micro-batch, of which nothing is masked yet."""
     tensors = {}
     for field in fields(pack):
-        if field.name not in ("cu_seqlens", "prefix_S", "tokens_R"):
+        if field.name not in ("cu_seqlens", "prefix_S", "experts_TLA", "tokens_R"):
             tensors[field.name] = on_device(getattr(pack, field.name), device)
     tokens_R = {}
     for name in TOKEN.names:
@@ -197,12 +205,16 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
         if np.issubdtype(column_R.dtype, np.integer):
             column_R = column_R.astype(np.int64)  # torch indexes with these
         tokens_R[name] = on_device(column_R, device)
+    layout = PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
+    if pack.experts_TLA is not None:
+        layout = replace(layout, experts_TLA=on_device(pack.experts_TLA, device))
     return MicroBatch(
         **tensors,
         tokens_R=tokens_R,
         cu_seqlens=pack.cu_seqlens,
         prefix_S=pack.prefix_S,
-        layout=PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device),
+        experts_TLA=pack.experts_TLA,
+        layout=layout,
         mask_R=torch.ones_like(tensors["adv_R"], dtype=torch.bool),
         num_grad_rows=len(pack.adv_R),
     )
@@ -454,8 +466,25 @@ def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
         position_T=np.concatenate(positions),
         cu_seqlens=np.int32([*starts, len(token_T)]),
         prefix_S=np.array([segment.prefix for segment in segments]),
+        experts_TLA=_experts(placed, len(token_T)),
         **rows,
     )
+
+
+def _experts(placed: Sequence[Placed], num_tokens: int) -> np.ndarray | None:
+    """`Pack.experts_TLA`. A prompt that several sequences share goes where the first of them sent it."""
+    known_TLA = placed[0].row.sequence.experts_TLA
+    if known_TLA is None:
+        return None
+    experts_TLA = np.full((num_tokens, *known_TLA.shape[1:]), -1, np.int16)
+    for where in reversed(placed):
+        sequence = where.row.sequence
+        segments = [(where.first, 0), (where.response, len(sequence.prompt_ids))]
+        for segment, first_input in segments:
+            if segment is not None:
+                known_TLA = sequence.experts_TLA[first_input : first_input + len(segment.ids)]
+                experts_TLA[segment.start : segment.start + len(known_TLA)] = known_TLA
+    return experts_TLA
 
 
 def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:

@@ -120,7 +120,8 @@ def make_tokens(ids: Sequence[int], **columns: object) -> np.ndarray:
 class Completion:
     """One sampled reply: its tokens (end token included; mask True), and why it ended, "stop" (an end token or stop
     string) or "length". likeliest: of each position the likeliest ids, as many as were asked for, with their
-    log-probabilities.
+    log-probabilities. experts_TLA: of all ids of prompt and reply but the last, in each of the L layers with experts
+    the A experts that the id was sent to, uint8 or uint16; None without policy.router_replay.
 
     Example: make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13], mask=True), finish_reason "stop".
     """
@@ -128,6 +129,7 @@ class Completion:
     tokens: np.ndarray
     finish_reason: str
     likeliest: Sequence[dict[int, float]] = ()
+    experts_TLA: np.ndarray | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -214,11 +216,12 @@ class TokenSequence:
 
     tokens: behind the prompt, [num_output_tokens] of TOKEN: replies, and observations (mask False, log-probability 0).
     turns: for each reply the number of its turn in the sample; turn_tokens: its number of trained ids. calls: what an
-    agent asked for each reply, as JSON, on the holder alone (base/agents/calls.py).
+    agent asked for each reply, as JSON, on the holder alone (base/agents/calls.py). experts_TLA: as in `Completion`, of
+    the first num_routed_tokens ids. An id keeps the experts of the call that drew it, whatever a later call says.
 
-    holder: the only rank that has the tokens; None: all have them. base/system/exchange.py moves them. All ranks have
-    the numbers of tokens and the versions, which `count_tokens` sets. place: in a split job, among all that the
-    generators have held.
+    holder: the only rank that has tokens and experts; None: all have them. base/system/exchange.py moves them. All
+    ranks have the numbers of tokens and the versions, which `count_tokens` sets. place: in a split job, among all that
+    the generators have held.
 
     Example (one turn): prompt_ids [5, 7, 2], tokens make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13],
     mask=True), turns [0], turn_tokens [2].
@@ -229,11 +232,13 @@ class TokenSequence:
     turns: list[int] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     calls: list[dict] = field(default_factory=list)
+    experts_TLA: np.ndarray | None = None
     holder: int | None = None
     place: int = -1
     num_env_tokens: int = 0
     num_output_tokens: int = 0
     num_mask_tokens: int = 0
+    num_routed_tokens: int = 0
     oldest_version: int = -1
     newest_version: int = -1
 
@@ -256,7 +261,18 @@ class TokenSequence:
         self.tokens = np.concatenate([self.tokens, tokens])
         self.turns.append(turn)
         self.turn_tokens.append(int(tokens["mask"].sum()))
+        if completion.experts_TLA is not None:
+            self._add_experts(completion.experts_TLA)
         self.count_tokens()
+
+    def _add_experts(self, experts_TLA: np.ndarray) -> None:
+        """Of all ids so far but the last."""
+        assert len(experts_TLA) == len(self.prompt_ids) + len(self.tokens) - 1, (len(experts_TLA), len(self.tokens))
+        if self.experts_TLA is not None:
+            new_TLA = experts_TLA[self.num_routed_tokens :]
+            experts_TLA = np.concatenate([self.experts_TLA, new_TLA])
+        self.experts_TLA = experts_TLA
+        self.num_routed_tokens = len(experts_TLA)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Appends ids that were not sampled, with the version of the reply before."""

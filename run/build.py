@@ -170,6 +170,11 @@ def build_policy(
         )
     if compiled:
         model.compile_blocks()
+    if policy.router_replay.enabled:
+        from router_replay import RouterReplay  # a run without it does not import it
+
+        chooses = policy.router_replay.measure_only
+        model.model.replay = RouterReplay(model.model.routers, inputs.model_config.num_experts, chooses)
     size = sum(param.numel() for param in model.parameters())
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     trained = f", {num_trained / 1e6:,.2f} M of them trained" if num_trained < size else ""

@@ -8,7 +8,8 @@
     rank_000.safetensors   the tokens of the sequences that the rank drew, back to back: sample_S (lines of
                            samples.jsonl), num_tokens_S, the columns of `records.TOKEN` (id_T, logp_T, version_T,
                            mask_T); and trainer_logp_T and entropy_T of the trainer before the step, in nats, NaN where
-                           mask_T is False
+                           mask_T is False. With policy.router_replay also experts_TLA, of prompts too: of each
+                           sequence num_routed_tokens ids
     meta.json              as a checkpoint has it: the step, the number of ranks, size and sha256 of each file
 
 Writing is here and not in replay.py because the loop writes, and a replay calls the loop.
@@ -42,7 +43,7 @@ T = TypeVar("T")
 # Of each token in a rank's file, where the sequences lie back to back; a column is called as here with `_T`.
 DUMPED = np.dtype([*((name, TOKEN[name]) for name in TOKEN.names), ("trainer_logp", "f4"), ("entropy", "f4")])
 NOT_RECORDED = ("sequences", "grade", "messages", "engine", "is_filtered", "number", "advantage")
-NOT_RECORDED += ("tokens", "calls", "holder", "place", "num_mask_tokens")
+NOT_RECORDED += ("tokens", "experts_TLA", "calls", "holder", "place", "num_mask_tokens")
 RECORDED = {
     kind: [field.name for field in fields(kind) if field.name not in NOT_RECORDED]
     for kind in (Sample, TokenSequence, Grade)
@@ -95,6 +96,7 @@ def read(folder: Path) -> list[Sample]:
 def _read(folder: Path) -> list[Sample]:
     records = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     tokens_of: dict[int, np.ndarray] = {}  # by the number of the line
+    experts_of: dict[int, np.ndarray] = {}
     for file in sorted(folder.glob("rank_*.safetensors")):
         columns = load_file(file)
         num_tokens = columns["num_tokens_S"].sum()
@@ -109,10 +111,17 @@ def _read(folder: Path) -> list[Sample]:
             start = end
             end = end + size
             tokens_of[number] = tokens[start:end]
+        if "experts_TLA" in columns:
+            numbers = columns["sample_S"].tolist()
+            ends = np.cumsum([records[number]["num_routed_tokens"] for number in numbers])
+            if len(columns["experts_TLA"]) != ends[-1]:
+                raise ValueError(f"{file.name}: experts_TLA has {len(columns['experts_TLA'])} rows, not {ends[-1]}")
+            experts_of |= zip(numbers, np.split(columns["experts_TLA"], ends[:-1]), strict=True)
     samples: list[Sample] = []
     for number, record in enumerate(records):
         sequence = _recorded(TokenSequence, record)
         sequence.tokens = tokens_of[number]
+        sequence.experts_TLA = experts_of.get(number)
         sequence.count_tokens()
         if record.get("is_fork"):
             samples[-1].sequences.append(sequence)
@@ -177,6 +186,9 @@ def _columns(run: Run, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         dumped["entropy"][place_R] = entropy_R.cpu().numpy()
     tensors = {f"{name}_T": torch.from_numpy(dumped[name].copy()) for name in DUMPED.names}
     tensors["num_tokens_S"] = torch.tensor(lengths, dtype=torch.int32)
+    experts = [row.sequence.experts_TLA for row in rows if row.sequence.experts_TLA is not None]
+    if experts:
+        tensors["experts_TLA"] = torch.from_numpy(np.concatenate(experts))
     return tensors
 
 

@@ -462,6 +462,11 @@ RULES = [
         why="each step samples anew",
     ),
     Rule(
+        when=[equal("policy.router_replay.enabled", False)],
+        unread=["policy.router_replay.measure_only"],
+        why="the engine does not tell the sampler's experts",
+    ),
+    Rule(
         when=[equal("grpo.use_dynamic_sampling", False)],
         unread=["grpo.batch_multiplier"],
         why="only dynamic sampling draws spare prompts",

@@ -62,6 +62,9 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
         lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g} with lora_cfg.alpha={lora.alpha:g}"
         published = f"{LORA_RATES[0]:g} to {LORA_RATES[1]:g} with alpha={LORA_ALPHA:g} in tinker-cookbook's RL recipes"
         found.append(f"{lr} is below published rates for LoRA: {published}{_lora_formula(model)}")
+    if model.num_experts and cfg.policy.precision == "bfloat16" and not cfg.policy.router_replay.enabled:
+        choice = "rounding to bfloat16 changes which experts a token is sent to"
+        found.append(f"{choice}: policy.router_replay.enabled=true gives the trainer the sampler's choice")
     return found
 
 

@@ -161,6 +161,8 @@ def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
         raise ConfigError(f"{problem}: use another model, such as a Granite hybrid or a Qwen3-Next")
     if not is_native and not (ROOT / "blocks.py").exists():
         raise ConfigError(f"policy.model_name: a {kind} needs blocks.py, which is not here: restore it, or do without")
+    if policy.router_replay.enabled and model.num_experts == 0:
+        raise ConfigError(f"policy.router_replay.enabled=true: a {kind} has no experts; set it to false")
     if policy.compile and not is_native:
         raise ConfigError(f"policy.compile=true: transformers' blocks of a {kind} are not compiled; set it to null")
     return model

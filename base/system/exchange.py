@@ -58,7 +58,12 @@ def _without_tokens(sample: Sample, part_names: Sequence[str]) -> Sample:
 
 def without_tokens(sample: Sample) -> Sample:
     """A copy of the sample with the numbers of tokens alone."""
-    sequences = [replace(sequence, tokens=np.zeros(0, TOKEN)) for sequence in sample.sequences]
+    sequences = []
+    for sequence in sample.sequences:
+        experts_TLA = sequence.experts_TLA
+        if experts_TLA is not None:
+            experts_TLA = experts_TLA[:0]  # which tells shape and dtype
+        sequences.append(replace(sequence, tokens=np.zeros(0, TOKEN), experts_TLA=experts_TLA))
     return replace(sample, sequences=sequences, messages=[])
 
 
@@ -82,25 +87,50 @@ def send_tokens(needed: Sequence[Sequence[TokenSequence]], group: dist.ProcessGr
     size = group.size()
     lists = [_each_once(sequences) for sequences in needed]
     lists += [[] for _ in range(size - len(lists))]
-    sent: list[np.ndarray] = [np.zeros(0, TOKEN)]  # in the order of the ranks that get them
+    sent: list[np.ndarray] = [np.zeros(0, np.uint8)]  # in the order of the ranks that get them
     bytes_out = []
     for sequences in lists:
-        held = [sequence.tokens for sequence in sequences if sequence.holder == rank]
-        sent += held
-        bytes_out.append(TOKEN.itemsize * sum(map(len, held)))
+        held = [sequence for sequence in sequences if sequence.holder == rank]
+        sent += map(_bytes_of, held)
+        bytes_out.append(sum(map(_num_bytes, held)))
     received = sorted(lists[rank], key=lambda sequence: sequence.holder)
     bytes_in = [0] * size
     for sequence in received:
-        bytes_in[sequence.holder] += TOKEN.itemsize * sequence.num_output_tokens
-    outgoing = np.concatenate(sent).view(np.uint8)
+        bytes_in[sequence.holder] += _num_bytes(sequence)
+    outgoing = np.concatenate(sent)
     incoming = np.empty(sum(bytes_in), np.uint8)
     dist.all_to_all_single(torch.from_numpy(incoming), torch.from_numpy(outgoing), bytes_in, bytes_out, group)
-    tokens = incoming.view(TOKEN)
     start = 0
     for sequence in received:
-        end = start + sequence.num_output_tokens
-        sequence.tokens = tokens[start:end].copy()
+        end = start + _num_bytes(sequence)
+        _take_bytes(sequence, incoming[start:end])
         start = end
+
+
+def _num_bytes(sequence: TokenSequence) -> int:
+    """Of `_bytes_of`, on any rank."""
+    num_bytes = TOKEN.itemsize * sequence.num_output_tokens
+    if sequence.experts_TLA is not None:
+        _, num_layers, num_chosen = sequence.experts_TLA.shape
+        num_bytes += sequence.num_routed_tokens * num_layers * num_chosen * sequence.experts_TLA.itemsize
+    return num_bytes
+
+
+def _bytes_of(sequence: TokenSequence) -> np.ndarray:
+    """Its tokens, then its experts."""
+    parts = [sequence.tokens.view(np.uint8)]
+    if sequence.experts_TLA is not None:
+        parts.append(sequence.experts_TLA.reshape(-1).view(np.uint8))
+    return np.concatenate(parts)
+
+
+def _take_bytes(sequence: TokenSequence, received: np.ndarray) -> None:
+    """As `_bytes_of` makes them."""
+    tokens, experts = np.split(received, [TOKEN.itemsize * sequence.num_output_tokens])
+    sequence.tokens = tokens.copy().view(TOKEN)
+    if sequence.experts_TLA is not None:
+        of_token = sequence.experts_TLA.shape[1:]
+        sequence.experts_TLA = experts.copy().view(sequence.experts_TLA.dtype).reshape(-1, *of_token)
 
 
 def move_to_log(samples: Sequence[Sample], bridge: Bridge | None) -> None:
