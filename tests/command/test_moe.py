@@ -42,6 +42,9 @@ OPTIONS = {
     "split": ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"],
     "kl": ["loss_fn.reference_policy_kl_penalty=0.01"],
 }
+REPLAY = "policy.router_replay.enabled=true"
+BFLOAT16 = ["policy.precision=bfloat16", "grpo.logp_gap_limit=0.1"]
+FLIPS = "train/router_flip_fraction"
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +91,54 @@ def test_an_option_works(option, model, tmp_path):
     assert_healthy(run_to_the_end(tmp_path, 3, model, *OPTIONS[option]), 3)
 
 
-def test_a_saved_step_is_replayed_to_the_bit(model, tmp_path):
-    options = ["logger.dump_rollouts=1", "checkpointing.save_period=1", "checkpointing.keep_latest=9"]
+def metrics_of(folder):
+    """Of each step what the loop logged, without times and memory."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: repr(x) for name, x in line.items() if name.startswith("train/")} for line in lines]
+
+
+@pytest.mark.parametrize("option", [None, "trained routers, recompute", "async", "agents", "kl"])
+def test_in_float32_a_replayed_choice_changes_no_bit(option, model, tmp_path):
+    """Agents answer when they like, and ranks that share an engine draw the same as others: the rest is determined."""
+    options = OPTIONS.get(option, [])
+    works = [tmp_path / "plain", tmp_path / "replayed"]
+    for work in works:
+        work.mkdir()
+    plain = metrics_of(run_to_the_end(works[0], 3, model, *options))
+    replayed = metrics_of(run_to_the_end(works[1], 3, model, REPLAY, *options))
+    for line in replayed:
+        if "train/loss" in line:
+            assert line.pop(FLIPS) == "0.0" and line.pop("train/router_fallback_fraction") == "0.0"
+    assert replayed == plain
+
+
+@pytest.mark.parametrize("option", ["an engine on two ranks", "split"])
+def test_a_choice_arrives_from_other_ranks(option, model, tmp_path):
+    folder = run_to_the_end(tmp_path, 3, model, REPLAY, *OPTIONS[option])
+    assert_healthy(folder, 3)
+    lines = [line for line in metrics_of(folder) if "train/loss" in line]
+    assert all(line[FLIPS] == line["train/router_fallback_fraction"] == "0.0" for line in lines), lines
+
+
+def test_in_bfloat16_a_replayed_choice_narrows_the_gap(model, tmp_path):
+    """To the bit when it is resumed."""
+    found = {}
+    for name, options in {"own": ["policy.router_replay.measure_only=true"], "sampler's": []}.items():
+        (tmp_path / name).mkdir()
+        folder = run_to_the_end(tmp_path / name, 6, model, REPLAY, *BFLOAT16, *options)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [line for line in lines if "train/loss" in line]
+    for lines in found.values():
+        print([(line[FLIPS], line["train/logp_gap_mean"], line["train/logp_gap_max"]) for line in lines])
+        assert all(0 < line[FLIPS] < 0.1 for line in lines)
+    assert sum(line["train/logp_gap_mean"] for line in found["sampler's"]) < sum(
+        line["train/logp_gap_mean"] for line in found["own"]
+    )
+
+
+@pytest.mark.parametrize("options", [[], [REPLAY, *BFLOAT16]], ids=["plain", "replayed choice"])
+def test_a_saved_step_is_replayed_to_the_bit(options, model, tmp_path):
+    options = [*options, "logger.dump_rollouts=1", "checkpointing.save_period=1", "checkpointing.keep_latest=9"]
     folder = run_to_the_end(tmp_path, 3, model, *options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "replay.py"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "helpers")}
