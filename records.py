@@ -120,8 +120,8 @@ def make_tokens(ids: Sequence[int], **columns: object) -> np.ndarray:
 class Completion:
     """One sampled reply: its tokens (end token included; mask True), and why it ended, "stop" (an end token or stop
     string) or "length". likeliest: of each position the likeliest ids, as many as were asked for, with their
-    log-probabilities. experts_TLA: of all ids of prompt and reply but the last, in each of the L layers with experts
-    the A experts that the id was sent to, uint8 or uint16; None without policy.router_replay.
+    log-probabilities. experts_TLA: of all ids of prompt and reply but the last, or of fewer, the A experts that the id
+    was sent to in each of the L layers with experts, uint8 or uint16; None without policy.router_replay.
 
     Example: make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13], mask=True), finish_reason "stop".
     """
@@ -266,8 +266,8 @@ class TokenSequence:
         self.count_tokens()
 
     def _add_experts(self, experts_TLA: np.ndarray) -> None:
-        """Of all ids so far but the last."""
-        assert len(experts_TLA) == len(self.prompt_ids) + len(self.tokens) - 1, (len(experts_TLA), len(self.tokens))
+        """Of all ids so far but the last; NeMo RL has seen vLLM return fewer."""
+        assert len(experts_TLA) < len(self.prompt_ids) + len(self.tokens), (len(experts_TLA), len(self.tokens))
         if self.experts_TLA is not None:
             new_TLA = experts_TLA[self.num_routed_tokens :]
             experts_TLA = np.concatenate([self.experts_TLA, new_TLA])

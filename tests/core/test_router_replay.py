@@ -19,7 +19,7 @@ from tiny import VOCAB_SIZE, make_tiny
 import config
 from attention import PackLayout
 from base.check import summary
-from base.hf.families import FAMILIES, DeltaNet
+from base.hf.families import FAMILIES, UNSYNCED, DeltaNet
 from base.hf.model_config import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
@@ -145,7 +145,7 @@ def test_a_choice_of_its_own_changes_no_bit_and_another_one_does(family, tmp_pat
     other_TLA = own_TLA.clone()
     other_TLA[3, -1, 0] = int(np.setdiff1d(number_E, own_TLA[3, -1].numpy())[0])
     moved = (model(*with_experts(inputs, other_TLA)) - plain).abs().amax(1)
-    assert moved[3] > 1e-3 and moved[:3].max() == 0
+    assert moved[3] > 1e-5 and moved[:3].max() == 0
     assert fraction(replay.metrics(), "flip") == pytest.approx(1 / own_TLA[:, :, 0].numel())
 
     # What is not known the trainer chooses, and so it does if it is only to measure.
@@ -218,7 +218,11 @@ def test_a_token_keeps_the_experts_of_the_call_that_drew_it():
     later_TLA = np.full((8, 2, 2), 2, np.uint8)
     sequence.add_reply(Completion(make_tokens([8, 6], mask=True), "stop", (), later_TLA), 1, is_trained=True)
     assert sequence.experts_TLA[:, 0, 0].tolist() == [1, 1, 1, 1, 2, 2, 2, 2] and sequence.num_routed_tokens == 8
-    with pytest.raises(AssertionError):
+    late = TokenSequence([5, 7, 2])  # whose experts come with the second reply
+    late.add_reply(Completion(make_tokens([9, 3], mask=True), "stop", (), first_TLA[:2]), 0, is_trained=True)
+    late.add_reply(Completion(make_tokens([8, 6], mask=True), "stop", (), later_TLA[:6]), 1, is_trained=True)
+    assert late.experts_TLA[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 2]
+    with pytest.raises(AssertionError):  # they are of another sequence
         sequence.add_reply(Completion(make_tokens([8], mask=True), "stop", (), later_TLA), 1, is_trained=True)
 
 
@@ -262,7 +266,7 @@ def test_experts_move_with_the_tokens(dtype):
 
 
 HEAD = HeadOptions(1.0, VOCAB_SIZE)
-PROMPTS = [[(31 * i + 7 * j) % 250 for j in range(40 + i)] for i in range(8) for _ in range(4)]
+PROMPTS = [[(31 * i + 7 * j) % 250 for j in range(30 + i)] for i in range(8) for _ in range(4)]
 
 
 def start_engine(family, folder, precision):
@@ -313,7 +317,8 @@ def measured(family, folder, precision):
     return *found, equal
 
 
-SLOW = {name: pytest.mark.slow if name == "qwen3_moe" else pytest.mark.long for name in MIXTURES}
+SYNCED = [name for name in MIXTURES if name not in UNSYNCED]  # the others vLLM does not compute here
+SLOW = {name: pytest.mark.slow if name == "qwen3_moe" else pytest.mark.long for name in SYNCED}
 ON_THE_ENGINE = [pytest.param(name, marks=mark) for name, mark in SLOW.items()]
 
 
