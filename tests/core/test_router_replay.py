@@ -336,7 +336,7 @@ def test_in_bfloat16_the_largest_gap_is_of_tokens_that_went_elsewhere(family, tm
     ((own, replayed, _),) = measured(family, tmp_path, "bfloat16")
     print(own, replayed)
     assert 0.002 < own[2] < 0.05 and own[3] == replayed[3] == 0
-    assert replayed[0] < 0.9 * own[0] and replayed[1] < 0.6 * own[1]
+    assert replayed[0] < 0.95 * own[0] and replayed[1] < 0.6 * own[1]
 
 
 @pytest.mark.slow
