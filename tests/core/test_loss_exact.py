@@ -91,6 +91,7 @@ OTHER_TESTS = {
     "prompts by their pass rate",  # rows that are no formula of a loss; the page names the test of each
     "entropy held at a target",
     "on-policy distillation",
+    "routing replay (R3)",
     "sequences whose log-probabilities disagree",
     "several optimizer steps per rollout",
     "top-p and top-k, in sampling and in training",

@@ -223,7 +223,7 @@ def test_a_token_keeps_the_experts_of_the_call_that_drew_it():
     late.add_reply(Completion(make_tokens([8, 6], mask=True), "stop", (), later_TLA[:6]), 1, is_trained=True)
     assert late.experts_TLA[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 2]
     with pytest.raises(AssertionError):  # they are of another sequence
-        sequence.add_reply(Completion(make_tokens([8], mask=True), "stop", (), later_TLA), 1, is_trained=True)
+        TokenSequence([5]).add_reply(Completion(make_tokens([8], mask=True), "stop", (), later_TLA), 0, is_trained=True)
 
 
 @pytest.mark.slow
