@@ -12,6 +12,7 @@ code, and nothing else does:
 docs/families.md tells what was tried, and how a family is added.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from attention import PackLayout, packed_attention
 from base.hf.model_config import ModelConfig
+from config import Recompute, num_recomputed
 from loss import Metrics
 from state import over_packs
 
@@ -68,13 +70,13 @@ AttentionMaskInterface.register(PACKED, window_of_mask)
 
 
 class TransformersBody(nn.Module):
-    """Embedding, layers and final norm of a transformers model, under its names. recompute: all layers or the first N.
+    """Embedding, layers and final norm of a transformers model, under its names. recompute: as `model.Decoder` has it.
 
     The model itself is no submodule: only its parts are, as parameters of `model.Decoder` have the names of the
     checkpoint. Its `forward` is called past `__call__`, which vLLM replaces in some classes, for the whole process.
     """
 
-    def __init__(self, config: ModelConfig, *, recompute: bool | int = False):
+    def __init__(self, config: ModelConfig, *, recompute: Recompute = False):
         super().__init__()
         fields = dict(config.hf)
         fields.pop("time_step_limit", None)  # from 0 to infinity; transformers 5 writes that as it does not read it
@@ -102,6 +104,12 @@ class TransformersBody(nn.Module):
         self.routers = []
         self.replay: RouterReplay | None = None
         self.mixers = []
+        num_again = num_recomputed(recompute, len(self.layers))
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        if recompute == "offload":
+            from base.system.host_inputs import HostInputs  # for the runs that need it
+
+            again = HostInputs().recomputed
         for number, layer in enumerate(self.layers):
             if config.has_experts(number):
                 router_name = config.family.experts.router.computed.removesuffix(".weight")
@@ -116,8 +124,8 @@ class TransformersBody(nn.Module):
             for part in layer.children():
                 if not _is_norm(part) and _has_weights(part):
                     part.register_forward_pre_hook(_round_input, with_kwargs=True)
-            if recompute is True or number < recompute:
-                layer.forward = partial(_recomputed, layer.forward)
+            if number < num_again:
+                layer.forward = partial(_recomputed, layer.forward, again)
 
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """hidden_TD, whose product with the output layer's weight is the logits."""
@@ -186,9 +194,10 @@ def logit_scale(hf_config: PreTrainedConfig) -> float:
     return factor / getattr(hf_config, "logits_scaling", 1.0)
 
 
-def _recomputed(forward, *args, **kwargs):
+def _recomputed(forward: Callable, again: Callable, *args, **kwargs):
+    """What forward computes from the arguments, with gradients through `again`."""
     if torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return again(forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 

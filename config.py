@@ -325,9 +325,21 @@ class AutomodelKwargs(Section):
     """transformers' blocks compute Qwen2, Qwen3 and Llama too, uncompiled, as they do all other families."""
 
 
+# Which blocks the backward pass computes again: all, or the first N; "offload" is all, with their inputs on the host.
+Recompute = bool | int | Literal["offload"]
+
+
+def num_recomputed(recompute: Recompute, num_blocks: int) -> int:
+    """How many of the blocks are computed again."""
+    if recompute is True or recompute == "offload":
+        return num_blocks
+    return min(int(recompute), num_blocks)
+
+
 class DTensorConfig(Section):
-    activation_checkpointing: bool | int = key(False, ">= 0")
-    """The backward pass computes all blocks again, or this many of them, which is slower and saves memory."""
+    activation_checkpointing: Recompute = key(False, ">= 0")
+    """The backward pass computes all blocks again, or this many of them, which is slower and saves memory. offload:
+    all, and their inputs wait in pinned host memory, for sequences that do not fit otherwise."""
     cpu_offload: bool = False
     """Weights, gradients and moments are in host memory, and the optimizer computes there, which is slow."""
     defer_fsdp_grad_sync: bool = False

@@ -10,6 +10,7 @@ In examples/naive.py this is `def decode(w: Weights, config: dict, token_GT: Ten
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,9 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from attention import GatherRows, PackLayout, packed_attention
 from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
-from config import GRPOConfig, LoRAConfig
+from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
 from loss import Metrics
 
+# Calls a function of which autograd keeps the arguments alone: the backward pass computes it again.
+AGAIN = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
 
 
@@ -100,24 +103,26 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass.
+    """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass. again:
+    what `_forward` is then called by.
 
     halves: the functions before and after the attention, plain or compiled. All blocks share them, and so their
     graphs. The attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
-    def __init__(self, config: NativeConfig, *, recompute: bool = False):
+    def __init__(self, config: NativeConfig, *, recompute: bool = False, again: Callable = AGAIN):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = recompute
+        self.again = again
 
     def forward(self, *inputs) -> Tensor:
         # Inside the module that FSDP wraps: a wrapper module would change the parameters' names.
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return self.again(self._forward, *inputs)
         return self._forward(*inputs)
 
     def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
@@ -145,13 +150,20 @@ class Head(nn.Linear):
 
 
 class Body(nn.Module):
-    """Embedding, blocks and final norm. recompute: all blocks or the first N."""
+    """Embedding, blocks and final norm. recompute: as `Decoder` has it."""
 
-    def __init__(self, config: NativeConfig, *, recompute: bool | int = False):
+    def __init__(self, config: NativeConfig, *, recompute: Recompute = False):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = [Block(config, recompute=recompute is True or i < recompute) for i in range(config.num_hidden_layers)]
+        num_layers = config.num_hidden_layers
+        num_again = num_recomputed(recompute, num_layers)
+        again = AGAIN
+        if recompute == "offload":
+            from base.system.host_inputs import HostInputs  # for the runs that need it
+
+            again = HostInputs().recomputed
+        blocks = [Block(config, recompute=i < num_again, again=again) for i in range(num_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.routers = []
@@ -174,7 +186,7 @@ class Body(nn.Module):
         return {}
 
 
-def body_of(config: ModelConfig, *, recompute: bool | int) -> nn.Module:
+def body_of(config: ModelConfig, *, recompute: Recompute) -> nn.Module:
     """`Body` for its own families, transformers' blocks for all others."""
     if isinstance(config, NativeConfig):
         return Body(config, recompute=recompute)
@@ -187,7 +199,8 @@ class Decoder(nn.Module):
     """The causal language model: a body, and an output layer unless it is tied to the embedding. Its parameters have
     the names of the HF checkpoint.
 
-    The options are constants of a run. recompute: all blocks or the first N. defers_sync, deterministic: see
+    The options are constants of a run. recompute: all blocks or the first N; "offload": all, whose inputs wait in host
+    memory. defers_sync, deterministic: see
     `backward`. keeps_gathered: weights that FSDP has gathered for a forward stay until its backward, and from one
     micro-batch to the next.
     """
@@ -196,7 +209,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         *,
-        recompute: bool | int = False,
+        recompute: Recompute = False,
         defers_sync: bool = False,
         keeps_gathered: bool = False,
         deterministic: bool = False,

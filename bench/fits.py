@@ -105,9 +105,13 @@ def fitted(name: str, gib: int, num_gpus: int) -> tuple[Plan, dict[str, object]]
 
 def named(fixes: dict[str, object]) -> str:
     """The keys by their letters: r22 u.55."""
-    values = {
-        key: "" if value in (True, False, "bfloat16") else str(value).removeprefix("0") for key, value in fixes.items()
-    }
+    values = {}
+    for key, value in fixes.items():
+        values[key] = str(value).removeprefix("0")
+        if value in (True, False, "bfloat16"):
+            values[key] = ""
+        elif value == "offload":
+            values[key] = "h"
     return " ".join(LETTERS[key] + values[key] for key in LETTERS if key in fixes)
 
 

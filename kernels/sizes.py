@@ -13,6 +13,8 @@ MIN_TRITON_ROWS = 1024  # below, dW's matmul, which reads and writes all of dW, 
 TORCH_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 SORT_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # logits that top_p sorts at once
 SORT_BYTES = 20  # memory that sorting takes for each of them
+# torch rounds a block of pinned memory up to a power of two: an input that waits there is in parts of this size.
+HOST_PART = 16 << 20
 
 
 def row_stride(num_columns: int) -> int:
@@ -39,6 +41,11 @@ def triton_rows(num_rows: int, stride: int, chunk_rows: int | None = None) -> in
 def torch_rows(vocab: int, device_type: str) -> int:
     """Rows of each chunk with PyTorch: one at least, however large the vocabulary."""
     return max(1, TORCH_CHUNK_ELEMENTS[device_type] // vocab)
+
+
+def host_rows(row_bytes: int) -> int:
+    """Rows of a part in host memory."""
+    return max(1, HOST_PART // row_bytes)
 
 
 def sorted_rows(vocab: int, device_type: str) -> int:

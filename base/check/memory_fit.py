@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from base.check.rules import check_config
 from base.plan.memory_plan import CONTEXT, GIB, SPARE, Items, Plan
-from config import ConfigError
+from config import ConfigError, num_recomputed
 
 Fixes = dict[str, object]  # a key -> its new value
 FSDP = "policy.dtensor_cfg"
@@ -155,7 +155,8 @@ def _remedies(plan: Plan) -> list[list[Fixes]]:
     policy = plan.cfg.policy
     most_rows = policy.logprob_chunk_size or 1025
     computed_again = policy.dtensor_cfg.activation_checkpointing
-    blocks = [] if computed_again is True else range(computed_again + 1, plan.model.num_hidden_layers + 1)
+    num_layers = plan.model.num_hidden_layers
+    blocks = range(num_recomputed(computed_again, num_layers) + 1, num_layers + 1)
     num_ranks = policy.generation.num_generators or plan.num_gpus
     tensor = policy.generation.vllm_cfg.tensor_parallel_size
     heads = plan.model.num_attention_heads
@@ -177,6 +178,7 @@ def _remedies(plan: Plan) -> list[list[Fixes]]:
         [{"policy.precision": "bfloat16"}],
         [{f"{VLLM}.precision": "bfloat16"}],
         [{"policy.sequence_packing.train_mb_tokens": size} for size in _pack_sizes(plan)],
+        [{f"{FSDP}.activation_checkpointing": "offload"}],
         [{f"{FSDP}.dp_replicate_size": 1}],
         [{f"{VLLM}.tensor_parallel_size": number} for number in tensors],
         [adapters] if plan.trains else [],  # else the adapters belong to what is scored

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
-from typing import Literal, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
 import config
 from base.inputs.yaml_text import Plain
@@ -123,7 +123,7 @@ def type_name(kind: Kind) -> str:
     base, optional = split_optional(kind)
     origin = get_origin(base) or base
     names = {bool: "true or false", int: "int", float: "finite float", str: "str", Mapping: "mapping"}
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         name = " or ".join(map(type_name, get_args(base)))
     elif origin is Literal:
         name = " or ".join(get_args(base))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from base.hf.lora_layers import factor_shapes, router_endings
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs
-from config import Config
+from config import Config, num_recomputed
 from kernels import sizes
 
 GIB = 2**30
@@ -41,6 +41,11 @@ class Row(NamedTuple):
 def count(shapes: Shapes, part: str = "") -> int:
     """The elements of the tensors with `part` in their names."""
     return sum(math.prod(shape) for name, shape in shapes.items() if part in name)
+
+
+def rounded_up(size: int) -> int:
+    """To a power of two, as torch does with a block of pinned memory."""
+    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,9 @@ class Plan:
         return self.model.vocab_size * self.model.hidden_size
 
     def pinned(self, shapes: Shapes, *widths: int) -> int:
-        """Host memory for a rank's rows in these bytes each: torch rounds a pinned block up to a power of two."""
+        """Pinned host memory for a rank's rows in these bytes each."""
         sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
-        return sum(1 << (size - 1).bit_length() for size in sizes)
+        return sum(map(rounded_up, sizes))
 
     def rows(self, shapes: Shapes) -> int:
         """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
@@ -264,10 +269,12 @@ class Plan:
         return m.num_experts * m.hidden_size * m.expert_size
 
     def kept(self, num_blocks: int) -> float:
-        """Activations of the first blocks: of those that are computed again, only their inputs, in float32."""
+        """Activations of the first blocks: of those that are computed again, only their inputs, in float32. Where these
+        are in host memory one is here: the last block's, or the one that the backward needs next."""
         recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
-        again = num_blocks if recompute is True else min(num_blocks, recompute)
-        return self.tokens * (again * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
+        again = num_recomputed(recompute, num_blocks)
+        num_inputs = min(1, again) if recompute == "offload" else again
+        return self.tokens * (num_inputs * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
 
     def gathered(self, size: int) -> float:
         """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
@@ -478,6 +485,17 @@ class Plan:
         items = {"engine's weights and graphs": self.woken, "gathered to send": gathered}
         return _rows("sync", "", self.states(), items)
 
+    @property
+    def parked(self) -> int:
+        """Host memory of the inputs of all blocks (base.system.host_inputs.ParkedInput), of one pack."""
+        row_bytes = 4 * self.model.hidden_size
+        rows = sizes.host_rows(row_bytes)
+        num_whole, rest = divmod(self.tokens, rows)
+        size = num_whole * rounded_up(rows * row_bytes)
+        if rest:
+            size += rounded_up(rest * row_bytes)
+        return size * self.model.num_hidden_layers
+
     def host(self) -> Items:
         """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
         moments and reference are not pinned, and take less."""
@@ -492,6 +510,8 @@ class Plan:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
             items["reference"] = self.pinned(shapes, precision)
+        if self.trains and self.cfg.policy.dtensor_cfg.activation_checkpointing == "offload":
+            items["inputs of the blocks"] = self.parked
         return items
 
     @cached_property

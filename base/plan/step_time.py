@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from base.hf.lora_layers import weights_per_token
 from base.plan.gpus import Gpu
 from base.plan.memory_plan import NUMBER, Plan, count
-from config import Config
+from config import Config, num_recomputed
 
 # Shares of a data sheet's speed that are reached: matmuls as in docs/scale.md, memory and links as NVIDIA's own tests.
 MATMULS, MEMORY, LINKS = 0.35, 0.8, 0.8
@@ -70,7 +70,7 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     attention = model.flops_per_pair * pairs
     blocks_flops, head_flops = tokens * (2 * weights_per_token(model) + attention), 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing
-    part = 1 if again is True else again / model.num_hidden_layers
+    part = num_recomputed(again, model.num_hidden_layers) / model.num_hidden_layers
     passes = 2 if plan.lora else 3  # LoRA makes no gradients of the frozen weights
     packs = max(step.minibatches, math.ceil(tokens / plan.tokens))
     # Gathers and reduce-scatters of FSDP run beside the matmuls: the longer of the two counts.

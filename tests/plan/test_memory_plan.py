@@ -35,7 +35,8 @@ from base.check.rules import check_config
 from base.hf.families import FAMILIES
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
-from base.plan.memory_plan import GIB, Plan, count
+from base.plan.memory_plan import GIB, Plan, count, rounded_up
+from base.system.host_inputs import ParkedInput
 from config import (
     ColocatedConfig,
     ColocatedResourcesConfig,
@@ -71,7 +72,7 @@ LARGE = {
 OFFLOADS = {"none": {}, "moments": {"offload_optimizer_for_logprob": True}, "all": {"cpu_offload": True}}
 # Between them, each value of each key; tests/system/test_ranks.py has three of the others.
 NORMAL = {(name, "none", 4096) for name in ("lora float32 tied, all kept", "bfloat16 moments", "muon")}
-NORMAL |= {("qwen3, one block of two", "none", 4096)}
+NORMAL |= {("qwen3, one block of two", "none", 4096), ("qwen3, inputs on the host", "none", 4096)}
 NORMAL |= {("qwen3", "all", 4095), ("qwen3 tied", "moments", 4096)}
 STEPS = NORMAL | {(name, "none", 4096) for name in CASES} | {*product(("qwen3 tied", "lora"), OFFLOADS, (4095,))}
 
@@ -84,6 +85,50 @@ STEPS = NORMAL | {(name, "none", 4096) for name in CASES} | {*product(("qwen3 ti
 def test_a_step_and_a_sync_on_one_gpu(name, offload, vocab, one_rank):
     """What lies in host memory is not there, but its part that is on the way is. 4,095: a vocabulary that vLLM pads."""
     assert differences(name, one_rank[2], vocab, **OFFLOADS[offload]) == {}
+
+
+IN_HOST_MEMORY = [pytest.param("qwen3", False)]
+IN_HOST_MEMORY += [
+    pytest.param(family, lora, marks=pytest.mark.long)
+    for family, lora in [("qwen3", True), ("qwen3_moe", False), ("qwen3_moe", True), ("gemma3_text", False)]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "lora"), IN_HOST_MEMORY)
+def test_inputs_in_host_memory(family, lora, one_rank, monkeypatch):
+    """Of 8 blocks, whose inputs would be 6% or more of what is held: on the GPU and on the host."""
+    on_host = []  # of each input
+    park = ParkedInput.__init__
+
+    def park_and_count(self, *given):
+        park(self, *given)
+        on_host.append(sum(rounded_up(part.nbytes) for part in self.on_host))
+
+    monkeypatch.setattr(ParkedInput, "__init__", park_and_count)
+    model = model_config(family, num_hidden_layers=8)
+    packs = SequencePackingConfig(train_mb_tokens=2048)
+    cfg = run_config(recompute="offload", lora=lora, compile=False, sequence_packing=packs)
+    plan = Plan(cfg, model, model.vocab_size, 1)
+    planned, counted = planned_and_counted(plan, one_rank[2])["train"]
+    assert planned == pytest.approx(counted, rel=0.015)
+    assert plan.host()["inputs of the blocks"] == sum(on_host[-8:])
+    on_gpu = memory_fit.changed(plan, {RECOMPUTE: True})
+    assert on_gpu.size("train") - plan.size("train") == 7 * 2048 * 4 * model.hidden_size > 0.05 * counted
+
+
+def test_128k_of_8b_train_on_80_gb_with_their_inputs_in_host_memory():
+    """With all on the GPU the longest sequence has 79,000 tokens. Nothing is chosen, but the refusal names the key."""
+    length = 132_096
+    keys = {RECOMPUTE: True, "policy.max_total_sequence_length": length, "policy.generation.max_new_tokens": 131_072}
+    keys["policy.sequence_packing.train_mb_tokens"] = length
+    cfg = reader.load(ROOT / "configs/math_8b.yaml", [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    plan = Plan(cfg, LARGE["8B"], 151_665, 8, 79.2 * GIB)
+    assert plan.size("train") > 110 * GIB and "inputs of the blocks" not in plan.host()
+    assert f'{RECOMPUTE}="offload"' in memory_fit.problem(plan)
+    offloaded = memory_fit.changed(plan, {RECOMPUTE: "offload"})
+    assert offloaded.lacking() <= 0 and offloaded.size("train") < 65 * GIB
+    assert offloaded.host()["inputs of the blocks"] == pytest.approx(36 * length * 4 * 4096, rel=0.01)
 
 
 def test_what_a_block_keeps_where_a_prompt_is_shared(monkeypatch):
