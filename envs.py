@@ -71,7 +71,7 @@ class StepResult:
 
 
 class Environment:
-    """A base for environments; any class with these three methods will do.
+    """A base for environments; any class with step, check_answers and close will do.
 
     Its own thread calls `step`, one call at a time, with all waiting turns, while other replies are drawn. Which turns
     share a call is chance: a result must depend on its turn (its group, with whole_groups) only. One with worker
@@ -85,6 +85,9 @@ class Environment:
     main_thread: bool = False  # step() is called between two decode steps, which wait: for code that needs signals
     pool: "GraderPool | None" = None  # if it has worker processes
 
+    def start_workers(self) -> None:
+        """Starts the processes that grade, before the engine is there. Raises ConfigError if it cannot."""
+
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         """A result for each turn, in order. Outcome `error`: not gradable, so it is not trained, nor compared with.
         After an exception each turn (its group, with whole_groups) gets its own call; one that raises is an `error`."""
@@ -97,7 +100,7 @@ class Environment:
         """
 
     def close(self) -> None:
-        """Ends the processes that the environment started."""
+        """Ends its processes."""
         if self.pool is not None:
             self.pool.close()
 

@@ -69,8 +69,6 @@ def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Rep
 
     inputs = read_inputs(cfg, on_rank0=partial(on_rank0, group=ranks.job))
     check_ids(folder, samples, inputs.model_config.vocab_size)
-    for environment in inputs.environments.values():  # the workers that `read_inputs` has started: nothing is graded
-        environment.close()
     head_options = build_head(cfg, inputs, device)
     model = build_policy(cfg, inputs, ranks, device)
     optimizer = build_optimizer(model, cfg.policy.optimizer, offloads=cfg.policy.offload_optimizer_for_logprob)

@@ -14,7 +14,7 @@ from base.check.rules import must_save_by_seconds
 from base.check.summary import data_lines, notes, template_notes
 from base.inputs import reader
 from base.inputs.resume import checkpoint_folder
-from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs
+from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs, start_environments
 from base.plan.memory_plan import OWN_CONTEXT, Plan
 from base.system.exits import NO_PEERS, Signals, describe_failure, report_exit
 from base.system.optimizer import Optimizer
@@ -116,7 +116,9 @@ def run_rank(
         ranks, device = start_process_group(generation.vllm_cfg.tensor_parallel_size, split)
         peers = ranks.peers
         cfg = on_rank0(lambda: cfg, ranks.job)  # resume=auto: another rank may have found another run
-        inputs = read_inputs(cfg, to_train=to_train, reads_data=reads_data, on_rank0=partial(on_rank0, group=ranks.job))
+        on_first_rank = partial(on_rank0, group=ranks.job)
+        inputs = read_inputs(cfg, to_train=to_train, reads_data=reads_data, on_rank0=on_first_rank)
+        start_environments(inputs, on_first_rank)
         plan = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
         if device.type == "cuda":
             plan = with_pack_tokens(plan, ranks)

@@ -22,7 +22,7 @@ WORKER = Path(__file__).resolve().with_name("worker.py")
 
 class Agent(PoolEnvironment):
     """A program that asks the endpoint, and gives the reward of what it did. Raises ConfigError, with the key, where it
-    cannot be started; it is not started here.
+    cannot be started.
 
     A turn is a whole rollout: its state has base_url, seed and is_validation.
     """
@@ -32,6 +32,7 @@ class Agent(PoolEnvironment):
     def __init__(self, cfg: AgentConfig, kwargs: dict[str, Json], num_ranks: int):
         self.cfg = cfg
         self.kwargs = kwargs
+        self.num_ranks = num_ranks
         self.reward_names = cfg.reward_names
         self.max_starting = cfg.max_starting
         if cfg.max_starting is not None:
@@ -49,12 +50,16 @@ class Agent(PoolEnvironment):
         if absent:
             fix = "set it where the run starts, or remove it here"
             raise ConfigError(f"env.agents: {cfg.name}.pass_env: {absent[0]} is not set: {fix}")
+
+    def start_workers(self) -> None:
+        """They import the agent's function, and wait for rollouts."""
+        cfg = self.cfg
         try:
             self.pool = pool_of(
                 f"{WORKER}:run",
                 cfg,
-                num_ranks,
-                first={"function": cfg.function, "kwargs": kwargs, "isolation": cfg.isolation},
+                self.num_ranks,
+                first={"function": cfg.function, "kwargs": self.kwargs, "isolation": cfg.isolation},
                 python=shutil.which(cfg.python or "") or "",
                 pass_env=cfg.pass_env,
             )

@@ -35,13 +35,19 @@ def parse_command_line(argv: Sequence[str], usage: str, reads_data: bool = True)
     return resume.resolve(cfg)
 
 
+def last_value(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """(what the last word says that begins with the flag, or None; the words without it)."""
+    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
+    others = [word for word in argv if not word.startswith(flag)]
+    return given[-1] if given else None, others
+
+
 def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
     """(bytes by the last `--gpu_memory=80`, in GiB, or None; the other words). A GPU of "80 GB" has 79 to 80 GiB."""
     flag = "--gpu_memory="
-    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
-    others = [word for word in argv if not word.startswith(flag)]
-    if not given:
+    gib, others = last_value(flag, argv)
+    if gib is None:
         return None, others
-    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", given[-1]):
-        raise ConfigError(f"{flag}{given[-1]:.80}: expected a GPU's memory in GiB, such as {flag}80")
-    return float(given[-1]) * GIB, others
+    if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", gib):
+        raise ConfigError(f"{flag}{gib:.80}: expected a GPU's memory in GiB, such as {flag}80")
+    return float(gib) * GIB, others

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from base.check import memory_fit, rules
-from base.check.command_line import gpu_memory, parse_command_line
+from base.check.command_line import gpu_memory, last_value, parse_command_line
 from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
 from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
 from base.inputs import keys
-from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs
+from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs, start_environments
 from base.plan import step_time
 from base.plan.gpus import GPUS, Gpu
 from base.plan.memory_plan import GIB, Plan
@@ -49,6 +49,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
         gpu_bytes = gpu.gib * GIB
     to_plan = gpu_bytes is not None and "LOCAL_WORLD_SIZE" not in os.environ  # by hand, not by train.sh: no run follows
     inputs = read_inputs(cfg, to_plan=to_plan, max_rows=None if all_rows else MAX_ROWS)
+    asks_again = start_environments(inputs)
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
@@ -57,7 +58,11 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     lines += data_lines(cfg, inputs, inputs.train.start())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     lines.append(_steps_line(cfg, inputs, num_steps))
-    found = [*notes(cfg, inputs.model_config, num_steps), *template_notes(cfg, inputs), *turn_notes(cfg, inputs)]
+    found = [
+        *notes(cfg, inputs.model_config, num_steps),
+        *template_notes(cfg, inputs),
+        *turn_notes(cfg, inputs, asks_again),
+    ]
     lines += [f"note       {note}" for note in found]
     absent = missing_weights(inputs.model_folder) if to_plan else []
     if absent:
@@ -119,14 +124,12 @@ def _is_for_gpus(device: str | None, num_ranks: int) -> bool:
 
 def gpu_by_name(argv: Sequence[str]) -> tuple[Gpu | None, list[str]]:
     """(the GPU of the last `--gpu=h100`, or None; the other words)."""
-    flag = "--gpu="
-    given = [word.removeprefix(flag) for word in argv if word.startswith(flag)]
-    others = [word for word in argv if not word.startswith(flag)]
-    if not given:
+    word, others = last_value("--gpu=", argv)
+    if word is None:
         return None, others
-    if given[-1] not in GPUS:
-        raise ConfigError(f"{flag}{given[-1]:.80}: expected one of {', '.join(GPUS)}")
-    return GPUS[given[-1]], others
+    if word not in GPUS:
+        raise ConfigError(f"--gpu={word:.80}: expected one of {', '.join(GPUS)}")
+    return GPUS[word], others
 
 
 def answer(argv: Sequence[str], usage: str) -> int:

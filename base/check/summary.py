@@ -1,5 +1,7 @@
 """What `--check` and the start of a run print of their data and settings. No torch."""
 
+from collections.abc import Sequence
+
 from base.hf.model_config import ModelConfig
 from base.inputs.mixing import Cursor
 from base.inputs.run_inputs import RunInputs
@@ -94,13 +96,13 @@ def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:
     return found
 
 
-def turn_notes(cfg: Config, inputs: RunInputs) -> list[str]:
+def turn_notes(cfg: Config, inputs: RunInputs, asks_again: Sequence[str]) -> list[str]:
     """Environments that ask for another turn where none can come."""
     found = []
     prompt = min(len(dataset.problems[0].prompt_ids) for dataset in inputs.train.datasets.values())
     new = cfg.policy.generation.max_new_tokens
     total = cfg.policy.max_total_sequence_length
-    for name in inputs.asks_again:
+    for name in asks_again:
         asks = f"env_name '{name}' asks for another turn (done=False)"
         if cfg.grpo.max_rollout_turns == 1:
             found.append(f"{asks}, but grpo.max_rollout_turns=1: raise it, or nobody answers")

@@ -1,4 +1,4 @@
-"""env_name of a dataset -> its environment: `make_environment`; and what its results must be.
+"""env_name of a dataset -> its environment: `make_environment`, `start_environment`; and what its results must be.
 
 Workers import neither this file nor envs.py. What a run does not use is not imported.
 """
@@ -20,10 +20,10 @@ JUDGED = ("math", "code")
 
 
 def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environment:
-    """`env_name` of a dataset -> its environment, which has passed its self-tests. `num_ranks` share the machine.
+    """`env_name` of a dataset -> its environment, without workers. `num_ranks` share the machine.
 
-    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Starts
-    processes, so call it before the engine starts. Raises ConfigError.
+    "module:name" is a user's class, made with the keyword arguments in env.custom[name], or a reward function. Raises
+    ConfigError.
     """
     if ":" in name:
         environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
@@ -34,8 +34,14 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     else:
         known = ", ".join([*WITHOUT_A_PROCESS, *JUDGED])
         raise ConfigError(f"env_name '{name}' is unknown; known: {known}, agents, module:Class, module:function")
-    call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
     return environment
+
+
+def start_environment(name: str, environment: Environment) -> None:
+    """Starts its workers, and has it grade its self-tests. Processes start, so call it before the engine starts."""
+    if isinstance(environment, Environment):
+        call(f"env_name '{name}': start_workers()", environment.start_workers)
+    call(f"env_name '{name}', in its self_tests,", _self_test, name, environment)
 
 
 def _judged(name: str, cfg: EnvConfig, num_ranks: int) -> Environment:

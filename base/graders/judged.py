@@ -18,7 +18,11 @@ class Math(PoolEnvironment):
     def __init__(self, cfg: MathEnvConfig, num_ranks: int):
         self.strict = cfg.math_verify_impl == "dapo_math_verify"
         self.self_tests = math.STRICT_SELF_TESTS if self.strict else math.SELF_TESTS
-        self.pool = pool_of(".math:grade", cfg, num_ranks, first=math.FIRST_JOB)
+        self.cfg = cfg
+        self.num_ranks = num_ranks
+
+    def start_workers(self) -> None:
+        self.pool = pool_of(".math:grade", self.cfg, self.num_ranks, first=math.FIRST_JOB)
 
     def job(self, turn: Turn) -> dict:
         return {"reply": turn.whole_reply, "answer": turn.answer, "strict": self.strict}
@@ -36,15 +40,18 @@ class Math(PoolEnvironment):
 
 
 class Code(PoolEnvironment):
-    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: judges/code.py, read_tests.
-
-    Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands.
-    """
+    """Reward 1 for code that passes all tests of its problem, else 0. Forms of tests: judges/code.py, read_tests."""
 
     self_tests = code.SELF_TESTS
 
     def __init__(self, cfg: CodeEnvConfig, num_ranks: int):
         self.limits = {"seconds": cfg.deadline_s, "memory_mib": cfg.memory_mib, "isolation": cfg.isolation}
+        self.cfg = cfg
+        self.num_ranks = num_ranks
+
+    def start_workers(self) -> None:
+        """Raises ConfigError if this machine cannot isolate a program as env.code.isolation demands."""
+        cfg = self.cfg
         try:
             sandbox.run("", "", sandbox.Limits(**self.limits))
         except sandbox.Unavailable as error:
@@ -55,7 +62,7 @@ class Code(PoolEnvironment):
             raise ConfigError(f"env.code.isolation={cfg.isolation}: {problem}: {fix}") from error
         # sandbox.py holds the limits; these are for a grader that hangs
         wider = replace(cfg, deadline_s=cfg.deadline_s + 20, memory_mib=cfg.memory_mib + 1024)
-        self.pool = pool_of(".code:grade", wider, num_ranks)
+        self.pool = pool_of(".code:grade", wider, self.num_ranks)
 
     def job(self, turn: Turn) -> dict:
         fields = {name: turn.fields.get(name) for name in TEST_FIELDS}

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import envs
-from base.graders.environments import make_environment, read_results
+from base.graders.environments import make_environment, read_results, start_environment
 from base.hf.families import NATIVE, UNSYNCED
 from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import (
@@ -57,7 +57,6 @@ class RunInputs:
     environments: dict[str, envs.Environment]
     reward_model: tuple[Path, ModelConfig, Tokenizer] | None = None  # if an environment asks for one
     reference_model: tuple[Path, ModelConfig] | None = None  # a teacher
-    asks_again: tuple[str, ...] = ()  # environments that asked for another turn when they were tried
 
     @property
     def sets(self) -> list[tuple[str, Dataset]]:
@@ -98,8 +97,7 @@ def read_inputs(
     reward_model = read_reward_model(cfg.env.reward_model) if asks_reward_model else None
     has_teacher = to_train and cfg.policy.reference_model_name is not None
     teacher = read_teacher(cfg, tokenizer, model) if has_teacher else None
-    inputs = RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher)
-    return replace(inputs, asks_again=on_rank0(lambda: try_environments(inputs)))
+    return RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher)
 
 
 def check_wandb(cfg: LoggerConfig) -> None:
@@ -331,6 +329,14 @@ def check_steps(cfg: Config, mixture: Mixture) -> None:
         raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}: lower it")
     if mixture.sampler:
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
+
+
+def start_environments(inputs: RunInputs, on_rank0: OnRank0 = lambda work: work()) -> tuple[str, ...]:
+    """Starts the workers of this rank's environments, which must be closed, and tries the environments. Returns the
+    names of those that ask for another turn."""
+    for name, environment in inputs.environments.items():
+        start_environment(name, environment)
+    return on_rank0(lambda: try_environments(inputs))
 
 
 def try_environments(inputs: RunInputs) -> tuple[str, ...]:

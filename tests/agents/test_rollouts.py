@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from agent_case import TEMPERATURE, endpoint_of, sample
+from agent_case import TEMPERATURE, endpoint_of, sample, started
 from dist_case import settings
 from loop import train_once
 
-from base.agents.environment import Agent
 from base.system.exits import StopRun
 from config import AgentConfig, ConfigError, LoggerConfig
 from run.log import RunLog
@@ -84,10 +83,10 @@ def test_another_interpreter_with_packages_and_variables_of_its_own(case, tmp_pa
         ({"function": None, "command": ("no-such-program",)}, "own.command=no-such-program"),
     ):
         with pytest.raises(ConfigError) as refused:
-            Agent(replace(AgentConfig(name="own", function="bad_agents:good"), **changes), {}, 1)
+            started(replace(AgentConfig(name="own", function="bad_agents:good"), **changes))
         assert named in str(refused.value)
     with pytest.raises(ConfigError, match=r"own.function=bad_agents:good.*unexpected keyword"):
-        Agent(AgentConfig(name="own", function="bad_agents:good"), {"near": 3}, 1)
+        started(AgentConfig(name="own", function="bad_agents:good"), {"near": 3})
 
 
 def test_an_agent_elsewhere_and_few_that_start(case, tmp_path):
@@ -107,7 +106,7 @@ def test_an_agent_elsewhere_and_few_that_start(case, tmp_path):
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", case.endpoint.server.port), timeout=5)
     with pytest.raises(ConfigError, match=r"slow.address=192.0.2.1.*address of this machine"):
-        Agent(agent("slow", function="bad_agents:good", address="192.0.2.1"), {}, 1)
+        started(agent("slow", function="bad_agents:good", address="192.0.2.1"))
 
 
 SNOOP = """

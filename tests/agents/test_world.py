@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from agent_case import started
 
-from base.agents.environment import Agent
 from config import AgentConfig
 from envs import Turn
 from judges.pool import GraderPool
@@ -83,7 +83,7 @@ def interpreter(tmp_path_factory):
 
 def grade_all(programs):
     """All at once: each imports nothing but the modules of its own folder."""
-    agents = [Agent(AgentConfig(name="a", num_workers=1, **program), {}, 1) for program in programs]
+    agents = [started(AgentConfig(name="a", num_workers=1, **program)) for program in programs]
     numbers = [agent.pool.submit(agent.job(TURN)) for agent in agents]
     for agent, number, program in zip(agents, numbers, programs, strict=True):
         graded = {}
@@ -138,7 +138,7 @@ def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         if path:
             monkeypatch.setenv("PYTHONPATH", path)
-        agent = Agent(AgentConfig(name="a", num_workers=1, command=(sys.executable, "-c", program % path)), {}, 1)
+        agent = started(AgentConfig(name="a", num_workers=1, command=(sys.executable, "-c", program % path)))
         [result] = agent.step([TURN])
         assert result.reward == 1, result
         agent.close()
@@ -168,7 +168,7 @@ async def solve(base_url):
 def test_agents3_4_a_client_of_the_process_lives_as_long_as_the_process(tmp_path):
     """NeMo Gym's keeps one aiohttp session, which belongs to the event loop of its first rollout."""
     (tmp_path / "keeps.py").write_text(KEEPS_A_CLIENT)
-    agent = Agent(AgentConfig(name="a", num_workers=1, function=f"{tmp_path}/keeps.py:solve"), {}, 1)
+    agent = started(AgentConfig(name="a", num_workers=1, function=f"{tmp_path}/keeps.py:solve"))
     for _ in range(4):
         [result] = agent.step([TURN])
         assert result.outcome == "ok", result.state
@@ -208,7 +208,7 @@ def test_agents3_5_6_an_exit_says_what_was_printed_last(tmp_path, kind):
     file = tmp_path / "exits.py"
     file.write_text(EXITS)
     program = {"command": (sys.executable, str(file))} if kind == "command" else {"function": f"{file}:{kind}"}
-    agent = Agent(AgentConfig(name="a", num_workers=1, **program), {}, 1)
+    agent = started(AgentConfig(name="a", num_workers=1, **program))
     for code, said in CODES.items():
         [result] = agent.step([replace(TURN, fields={"code": code})])
         message = result.state["message"]

@@ -1,6 +1,7 @@
 """Model against config, and how much of the data is looked at: checked without torch, on folders made by hand."""
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from base.check import preflight, rules, summary
 from base.check.preflight import check
 from base.hf.model_config import ModelConfig
 from base.inputs import reader, run_inputs
-from base.inputs.run_inputs import check_fits, check_reward_names, read_inputs
+from base.inputs.run_inputs import check_fits, check_reward_names, read_inputs, start_environments
 from config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,21 @@ def test_check_names_the_environment_that_lacks_a_reward_for_gdpo(tmp_path, monk
     with pytest.raises(ConfigError, match=r"name=gdpo needs .*'exact': \[\].*grpo.adv_estimator.name=grpo"):
         read_inputs(mixed)
     assert read_inputs(replace(mixed, grpo=replace(mixed.grpo, adv_estimator=config.AdvEstimatorConfig())))
+
+
+def test_reading_starts_no_process():
+    """Who needs the graders starts them."""
+
+    def children():
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+    before = children()
+    inputs = read_inputs(reader.load(ROOT / "configs/three_tasks.yaml", ["env.math.num_workers=1"]))
+    assert children() == before
+    start_environments(inputs)
+    assert len(children()) > len(before)
+    for environment in inputs.environments.values():
+        environment.close()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from environments import ready
 
 import envs
 from base.graders import environments
-from base.graders.environments import make_environment
 from base.graders.reward_function import RewardFunction
 from base.system.imports import describe
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
@@ -23,7 +23,7 @@ from judges.pool import Graded
 
 def grade(reply, answer="1234", finish_reason="stop"):
     turn = envs.Turn([{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}], answer, finish_reason)
-    (result,) = make_environment("exact", EnvConfig()).step([turn])
+    (result,) = ready("exact", EnvConfig()).step([turn])
     assert result.done and not result.observation and result.reward == (result.outcome == "ok")
     return result.outcome
 
@@ -89,7 +89,7 @@ def test_long_replies_are_graded(piece):
 
 def test_results_are_in_the_order_of_the_turns():
     turns = [envs.Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("6", "x", "5")]
-    results = make_environment("exact", EnvConfig()).step(turns)
+    results = ready("exact", EnvConfig()).step(turns)
     assert [result.outcome for result in results] == ["wrong", "parse_fail", "ok"]
 
 
@@ -97,12 +97,12 @@ def test_only_the_last_message_is_graded():
     messages = [
         {"role": role, "content": text} for role, text in (("user", "5"), ("assistant", "5"), ("assistant", "6"))
     ]
-    (result,) = make_environment("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
+    (result,) = ready("exact", EnvConfig()).step([envs.Turn(messages, "5", "stop")])
     assert result.outcome == "wrong"
 
 
 def test_answers_that_are_no_number_are_found_before_training():
-    environment = make_environment("exact", EnvConfig())
+    environment = ready("exact", EnvConfig())
     environment.check_answers(
         [("rows.jsonl:1", "5", {}), ("rows.jsonl:2", "1,000", {}), ("r:3", "it is #### -2.5", {})]
     )
@@ -153,7 +153,7 @@ class NoClose:
 
 
 def make(name, **custom):
-    return make_environment(f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {}))
+    return ready(f"{__name__}:{name}", EnvConfig(custom={f"{__name__}:{name}": custom} if custom else {}))
 
 
 def test_classes_by_dotted_path_get_their_arguments():
@@ -179,7 +179,7 @@ def test_classes_by_dotted_path_get_their_arguments():
             make(name, **custom)
     for path in ("no_such_module:X", ":X", "test_envs:"):
         with pytest.raises(ConfigError, match=f"^env_name '{path}': cannot be imported"):
-            make_environment(path, EnvConfig())
+            ready(path, EnvConfig())
 
 
 def test_self_tests_may_give_the_fields_of_a_row(monkeypatch):
@@ -369,14 +369,14 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
     with pytest.raises(
         ConfigError, match="env_name 'exact' is broken: reply '#### 1,234' with answer '1234' must get 'ok'"
     ):
-        make_environment("exact", EnvConfig())
+        ready("exact", EnvConfig())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["math", "code"])
 def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, monkeypatch):
     """NeMo-RL#431. A program that ran into its limit has one: the judge says so."""
-    made = make_environment(name, EnvConfig(math=MathEnvConfig(num_workers=1), code=CodeEnvConfig(num_workers=1)))
+    made = ready(name, EnvConfig(math=MathEnvConfig(num_workers=1), code=CodeEnvConfig(num_workers=1)))
     row = {"tests": [{"input": "1", "output": "1"}]}
     verdict = {"outcome": "timeout", "boxed": True, "extracted": None} if name == "math" else "timeout"
     graded = [Graded("timeout"), Graded("error", message="died"), Graded("ok", verdict)]
@@ -387,7 +387,7 @@ def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, m
 
 
 def test_the_reward_model_environment_accepts_every_reply():
-    made = make_environment("reward_model", EnvConfig())
+    made = ready("reward_model", EnvConfig())
     assert [(v.reward, v.outcome, v.done) for v in made.step([turn("a"), turn("b")])] == [(0.0, "ok", True)] * 2
 
 
@@ -419,7 +419,7 @@ FORM = "<think>\n1 + 1\n</think>\n<answer>{}</answer>"
 )
 def test_three_rewards_as_in_nemo_rl(reply, answer, correctness, integer, form):
     """By the rules of HFMultiRewardVerifyWorker (nemo_rl/environments/math_environment.py, 7ea279a)."""
-    environment = make_environment("math_multi_reward", EnvConfig())
+    environment = ready("math_multi_reward", EnvConfig())
     turn = envs.Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": reply}], answer, "stop")
     (result,) = environment.step([turn])
     assert result.rewards == {"correctness": correctness, "integer": integer, "format": form}

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from dist_case import settings
+from environments import ready
 from loop import train_once
 
 import config
 import envs
 import records
-from base.graders.environments import make_environment
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from config import ConfigError
@@ -298,9 +298,9 @@ def test_an_environment_sees_the_tag_that_the_prompt_left_open(tokenizer, end, o
     completion = Completion(tokens, "stop")
     turn = Conversation(problem, 0, 0, SamplingOptions(1.0, 64), (), 0).add_reply(completion, plain)
     assert (turn.opened, turn.whole_reply, turn.raw_reply) == (opened, reply, "")
-    (result,) = make_environment("math_multi_reward", config.EnvConfig()).step([turn])
+    (result,) = ready("math_multi_reward", config.EnvConfig()).step([turn])
     assert result.rewards == {"correctness": 1, "integer": 1, "format": float("<think>" in opened)}
-    (cut,) = make_environment("math_multi_reward", config.EnvConfig()).step([replace(turn, finish_reason="length")])
+    (cut,) = ready("math_multi_reward", config.EnvConfig()).step([replace(turn, finish_reason="length")])
     assert cut.reward == 0 and cut.extracted == ""
 
 

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from environments import ready
 from fakes import FakeEngine, FakeTokenizer
 from samples import sampled, with_grade, with_tokens
 
 import envs
-from base.graders.environments import make_environment
 from base.graders.pool import PoolEnvironment
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
@@ -327,7 +327,7 @@ def test_groups_that_must_be_whole_are(num_engines, num_samples):
 def test_a_reward_that_compares_samples_sees_whole_groups_on_any_number_of_engines(name, monkeypatch):
     """The rank of a reply among its prompt's replies, by an environment's attribute or a function of TRL's."""
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Compares=Compares, compares=compares))
-    environment = make_environment(f"mine:{name}", EnvConfig())
+    environment = ready(f"mine:{name}", EnvConfig())
     prompts = [(i, replace(problem, env_name="e")) for i, problem in problems_of(5, 9, 2, 40)]
     found = []
     for num_engines in (1, 2, 4):

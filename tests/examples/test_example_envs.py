@@ -9,8 +9,8 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+from environments import ready
 
-from base.graders.environments import make_environment
 from config import ConfigError, DatasetConfig, EnvConfig
 from envs import Turn
 from examples.arithmetic import second_try
@@ -78,7 +78,7 @@ TOOLS = "examples.envs.tools:Tools"
 
 
 def tools_of(**options):
-    return make_environment(TOOLS, EnvConfig(custom={TOOLS: options} if options else {}))
+    return ready(TOOLS, EnvConfig(custom={TOOLS: options} if options else {}))
 
 
 def test_calls_come_back_and_the_answer_is_graded():
@@ -157,10 +157,10 @@ def test_puzzles_can_be_solved_and_are_not_solved(tmp_path):
     command = [sys.executable, "-m", "examples.envs.sliding_puzzle", "20", str(out), "7"]
     subprocess.run(command, cwd=ROOT, check=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    make_environment(PUZZLE, EnvConfig()).check_answers((f"r:{i}", r["answer"], r) for i, r in enumerate(rows))
+    ready(PUZZLE, EnvConfig()).check_answers((f"r:{i}", r["answer"], r) for i, r in enumerate(rows))
     assert len(rows) == 20 and {len(row["grid"]) for row in rows} == {2, 3}
     for row in rows:
-        game, state = make_environment(PUZZLE, EnvConfig()), None
+        game, state = ready(PUZZLE, EnvConfig()), None
         moves = shortest(row["grid"])
         assert 1 <= len(moves) <= 15 and sliding_puzzle.draw(row["grid"]) in row["messages"][0]["content"]
         for i, move in enumerate(moves):
@@ -201,7 +201,7 @@ def test_moves_by_hand():
 
 
 def test_replies_that_are_no_move():
-    game, row = make_environment(PUZZLE, EnvConfig(custom={PUZZLE: {"max_moves": 2}})), {"grid": [[0, 1], [3, 2]]}
+    game, row = ready(PUZZLE, EnvConfig(custom={PUZZLE: {"max_moves": 2}})), {"grid": [[0, 1], [3, 2]]}
     state = None
     for reply, outcome, part, moves in (
         ("left", "parse_fail", "No action found", 0),
@@ -226,7 +226,7 @@ def test_replies_that_are_no_move():
 
 def test_the_second_try():
     path = "examples.arithmetic.second_try:SecondTry"
-    game, problem = make_environment(path, EnvConfig()), {"role": "user", "content": "37+48="}
+    game, problem = ready(path, EnvConfig()), {"role": "user", "content": "37+48="}
     sums = {second_try.wanted("37+48="), "75", "85"}
     assert sums == {"75", "85"}
     right = second_try.wanted("37+48=")
@@ -273,7 +273,7 @@ def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
         DatasetConfig(subset="squares(size=12, largest=9) + squares(size=2, seed=30, largest=40)")
     )
     assert [row["problem"] for row in rows] == [*(f"{n}*{n}=" for n in (*range(2, 10), 0, 1)), "30*30=", "31*31="]
-    environment = make_environment("examples.envs.reasoning_gym:ReasoningGym", EnvConfig())
+    environment = ready("examples.envs.reasoning_gym:ReasoningGym", EnvConfig())
     imported = {int(pid) for pid in (tmp_path / "imported").read_text().split()}
     assert imported - {os.getpid()}, "a worker has imported the package before any deadline runs"
     try:
@@ -297,7 +297,7 @@ def test_reasoning_gym_rows_and_scores(tmp_path, monkeypatch):
 def test_reasoning_gym_tasks():
     """Of the package's own tasks, all but those that need more than JSON, or that no reply can solve."""
     factory = pytest.importorskip("reasoning_gym.factory", reason="reasoning-gym is not installed (examples/envs)")
-    environment, refused = make_environment("examples.envs.reasoning_gym:ReasoningGym", EnvConfig()), []
+    environment, refused = ready("examples.envs.reasoning_gym:ReasoningGym", EnvConfig()), []
     for task in factory.DATASETS:
         try:
             rows = reasoning_gym.rows(DatasetConfig(subset=f"{task}(size=3)"))

@@ -6,8 +6,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from environments import ready
 
-from base.graders.environments import make_environment
 from config import ConfigError, EnvConfig
 from envs import Turn
 from examples.envs.judge import Judge
@@ -229,19 +229,19 @@ NAME = "examples.envs.judge:Judge"
 
 def test_it_is_on_by_explicit_config_only():
     with pytest.raises(ConfigError, match=r"env.custom.*missing .*'url'"):
-        make_environment(NAME, EnvConfig())
+        ready(NAME, EnvConfig())
 
 
 def test_a_judge_that_likes_everything_or_is_not_there_is_found_at_start(server, tmp_path):
     options = {"url": server.url, "model": "m", "max_retries": 0}
     cfg = EnvConfig(custom={NAME: options})
     with pytest.raises(ConfigError, match=r"'The answer is 77.' .* must get 'wrong', but gets 'ok'"):
-        make_environment(NAME, cfg)
+        ready(NAME, cfg)
     server.answer = lambda n, prompt: chat("Score: 9" if "<reply>\nThe answer is 1234." in prompt else "Score: 2")
-    make_environment(NAME, cfg).close()
+    ready(NAME, cfg).close()
     server.answer = lambda n, prompt: (404, "")
     with pytest.raises(ConfigError, match="must get 'ok', but gets 'error'"):
-        make_environment(NAME, cfg)
+        ready(NAME, cfg)
     (tmp_path / "prompt.txt").write_text("Is this polite? {reply}")  # what is right then, only its author knows
     own = EnvConfig(custom={NAME: options | {"prompt_file": str(tmp_path / "prompt.txt")}})
-    make_environment(NAME, own).close()
+    ready(NAME, own).close()

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from environments import ready
 from processes import children
 
-from base.graders.environments import make_environment
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import OUTCOMES, Turn
 from judges import sandbox
@@ -27,7 +27,7 @@ PROGRAM = {"tests": [{"input": "2\n3\n", "output": "5\n"}]}
 
 @pytest.fixture(scope="module")
 def math():
-    environment = make_environment("math", EnvConfig(math=MathEnvConfig(num_workers=1)))
+    environment = ready("math", EnvConfig(math=MathEnvConfig(num_workers=1)))
     yield environment
     environment.close()
 
@@ -60,7 +60,7 @@ def test_answers_that_cannot_be_graded_are_found_before_training(math):
 
 def test_strict_environment():
     cfg = EnvConfig(math=MathEnvConfig(num_workers=1, math_verify_impl="dapo_math_verify"))
-    environment = make_environment("math", cfg)
+    environment = ready("math", cfg)
     turns = [Turn([{"role": "assistant", "content": text}], "5", "stop") for text in ("Answer: 5", r"\boxed{5}")]
     assert [result.outcome for result in environment.step(turns)] == ["ok", "parse_fail"]
     environment.close()
@@ -68,7 +68,7 @@ def test_strict_environment():
 
 def code_environment(**changes):
     kept = {name: value for name, value in (("isolation", ISOLATIONS[0]), ("num_workers", 1), *changes.items())}
-    return make_environment("code", EnvConfig(code=CodeEnvConfig(**kept)))
+    return ready("code", EnvConfig(code=CodeEnvConfig(**kept)))
 
 
 @needs_sandbox

@@ -5,8 +5,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+from environments import ready
 
-from base.graders.environments import make_environment
 from config import ConfigError, EnvConfig
 from envs import Turn
 
@@ -37,7 +37,7 @@ def may_log(completions, log_metric=None, environments=None, **kwargs):
 
 
 def make(name):
-    return make_environment(f"{__name__}:{name}", EnvConfig())
+    return ready(f"{__name__}:{name}", EnvConfig())
 
 
 @pytest.fixture(autouse=True)

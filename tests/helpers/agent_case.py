@@ -134,9 +134,16 @@ def eight_calls(base_url, number, wait=lambda: None):
     chat(base_url, messages[:2], tools=TOOLS, extra_body={"train": False})
 
 
+def started(cfg, kwargs=None):
+    """The agent of a config, with its workers."""
+    agent = Agent(cfg, kwargs or {}, 1)
+    agent.start_workers()
+    return agent
+
+
 def sample(case, agents, inputs, num_samples=2, key=(7,), max_error_fraction=1.0, max_crashed_fraction=1.0, **kwargs):
     """Of a problem for each input, whose agent is the one of that number. The case's endpoint, unless it is None."""
-    environments = {agent.name: Agent(agent, kwargs.get(agent.name, {}), 1) for agent in agents}
+    environments = {agent.name: started(agent, kwargs.get(agent.name, {})) for agent in agents}
     endpoint = case.endpoint or endpoint_of(case, agents=[*environments.values()])
     problems = []
     for i, (name, text) in enumerate(inputs):
