@@ -16,10 +16,11 @@ The gap is measured
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
     of a sequence          `mask_disagreements`, with grpo.seq_logprob_error_threshold: it is then not trained
 
-`gap_problem` holds it to grpo.logp_gap_limit. `optim.judge_step` then discards the update, and stops the run after more
-than grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
+`judge_step` holds it to grpo.logp_gap_limit: it discards the update, and stops the run after more than
+grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,8 +32,8 @@ from torch import Tensor
 from attention import PackLayout
 from base.system.exits import StopRun
 from config import Config, GRPOConfig
-from head import HeadOptions, response_logps
-from loss import Metrics, Sequences, extremes
+from head import DEVIATION, HeadOptions, one_pass_problem, response_logps
+from loss import Max, Metrics, Sequences, extremes
 from metrics import Numbers, accumulate, reduce_over_ranks
 from model import Decoder
 from pack import MicroBatch
@@ -171,7 +172,7 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_n
     count = measured_R.sum() + 1e-9
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
-    return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": largest}
+    return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": Max(largest)}
 
 
 def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metrics:
@@ -210,8 +211,8 @@ def seq_logp_error_mask(
     metrics: Metrics = {}
     for name, counted_R in (("seq_mult_prob_error", mask_R), ("seq_mult_prob_error_after_mask", kept_R)):
         one_R = counted_R.to(gap_R.dtype)
-        metrics[name] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
-        metrics[f"{name}_min"], metrics[f"{name}_max"] = extremes(error_R, counted_R)
+        metrics[f"mean_{name}"] = (seqs.sum_over_sequences(error_R * one_R), seqs.sum_over_sequences(one_R))
+        metrics[f"min_{name}"], metrics[f"max_{name}"] = extremes(error_R, counted_R)
     lost_R = (mask_R & ~kept_R).to(gap_R.dtype)
     num_lost = seqs.sum_over_sequences(lost_R)
     metrics["num_masked_seqs_by_logprob_error"] = num_lost
@@ -233,6 +234,34 @@ def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | No
         f"sampler and trainer disagree by {gap.mean:.4f} nats per token on average (max {gap.largest:.4f}; "
         f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); {LIKELY_CAUSES}"
     )
+
+
+def judge_step(
+    metrics: Numbers, gap: Gap, grad_norm: float, num_bad_steps: int, cfg: GRPOConfig, step: int
+) -> tuple[bool, int]:
+    """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
+
+    A step is bad if loss or gradient norm is not finite, or, with logp_gap_limit, if sampler and trainer differ by more
+    on the same tokens and weights, or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row,
+    and on a `DEVIATION`. `metrics`, `gap` and `grad_norm` cover all ranks, so all ranks take the same branch.
+    """
+    problem = one_pass_problem(metrics[DEVIATION])
+    if problem:
+        raise StopRun(f"step {step}: {problem}. The step was not applied")
+    problems = []
+    if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
+        problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
+    disagreement = gap_problem(gap, metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
+    if disagreement:
+        problems.append(disagreement)
+    if not problems:
+        return True, 0
+    if num_bad_steps + 1 > cfg.max_bad_steps:
+        raise StopRun(
+            f"step {step}: {'; '.join(problems)}. Bad steps in a row: {num_bad_steps + 1} (grpo.max_bad_steps="
+            f"{cfg.max_bad_steps}). The step was not applied; the weights are those before the first bad one"
+        )
+    return False, num_bad_steps + 1
 
 
 def check_canary(

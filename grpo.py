@@ -53,14 +53,15 @@ from gap import (
     check_versions,
     gap_before_training,
     gap_of_pack,
+    judge_step,
     mask_disagreements,
     needs_old_logps,
 )
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
-from metrics import Numbers, accumulate, derived_metrics, reduce_over_ranks, sample_metrics, training_metrics
+from metrics import Numbers, accumulate, reduce_over_ranks, sample_metrics, training_metrics
 from model import Decoder, Reference
-from optim import EntropyBonus, clip_grad_norm, judge_step, set_learning_rate
+from optim import EntropyBonus, clip_grad_norm, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
 from run import dump, steps
@@ -145,7 +146,7 @@ def compute_logprobs(
     if cfg.grpo.seq_logprob_error_threshold is not None:
         sums = mask_disagreements(micros, cfg.grpo.seq_logprob_error_threshold)
     finish_minibatches(minibatches, head_options.loss.path, newest_version)
-    return gap, derived_metrics(reduce_over_ranks(sums))
+    return gap, reduce_over_ranks(sums)
 
 
 def update(

@@ -14,7 +14,7 @@ stay in memory, and autograd goes through them and the loss.
 In one pass the loss is called after each chunk with the log-probabilities and entropies of the whole pack, 0 for chunks
 to come, and its derivatives at the chunk's rows are used. After the last chunk all rows are known: that call gives the
 loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:
-`DEVIATION`, on which `optim.judge_step` stops the run.
+`DEVIATION`, on which `gap.judge_step` stops the run.
 
 On a GPU, `compiled_loss` has the compiler write the kernels of the loss and of its derivatives, from loss.py: a few in
 place of some 200 operations. A loss that it cannot compile runs as it is, and the start says why.
@@ -41,7 +41,7 @@ from kernels.backend import KernelBackend
 from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
 from kernels.matmul import wide_dtype
-from loss import Metrics, policy_loss
+from loss import Max, Metrics, policy_loss
 
 # A metric: the relative error of the derivatives that one pass used, at most MAX_DEVIATION if the loss does not couple
 # tokens; 0 with two passes.
@@ -190,7 +190,7 @@ def linear_loss(
         unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
     loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=True)
-    metrics[DEVIATION] = loss.new_zeros(())
+    metrics[DEVIATION] = Max(loss.new_zeros(()))
     return loss, metrics, logp_R.detach()
 
 
@@ -243,7 +243,7 @@ class _OnePass(torch.autograd.Function):
         ctx.dtype = hidden_RD.dtype
         deviation_of_logp = _deviation(used_KR[0], true.slopes_KR[0])
         deviation_of_entropy = _deviation(used_KR[1], true.slopes_KR[1])
-        true.metrics[DEVIATION] = torch.maximum(deviation_of_logp, deviation_of_entropy)
+        true.metrics[DEVIATION] = Max(torch.maximum(deviation_of_logp, deviation_of_entropy))
         logp_R = stats_KR[0]
         ctx.mark_non_differentiable(logp_R)
         return true.loss, true.metrics, logp_R
@@ -293,9 +293,7 @@ def compiled_loss(
     compiled derivatives of a probe on this device differ from its own; the line then says why.
 
     The counts that a call gives must be tensors: a number would be a constant of the kernels."""
-    from torch._inductor import (
-        metrics as inductor_metrics,
-    )  # here, because it takes seconds, and few runs on a CPU compile
+    from torch._inductor import metrics as inductor_metrics  # here: it takes seconds, and few runs on a CPU compile
 
     compiled = torch.compile(policy_loss, fullgraph=True, dynamic=True)
     num_before = inductor_metrics.generated_kernel_count

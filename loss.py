@@ -5,21 +5,41 @@ ends in its dimensions, here R: the response tokens of a pack.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
-metrics: sums and counts of (sum, count) pairs add up and are divided once, at the end; a name that ends in _min or _max
-takes the extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py). All packs give
-metrics of the same names, whatever their tokens.
+metrics: sums and counts of (sum, count) pairs add up and are divided once, at the end; a `Min` or `Max` takes the
+extremum (+inf, -inf where a pack has no valid token); any other scalar adds up (metrics.py). All packs give metrics of
+the same names, whatever their tokens.
 
 Nothing in this file waits for the GPU. docs/details.md has what other systems do.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from config import MAX_LOG_RATIO, LossConfig
 
-Metrics = dict[str, Tensor | tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """A metric whose extremum over packs and ranks is kept. It reads as a number, as all scalars do."""
+
+    value: Tensor
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+class Min(Extreme):
+    """The smallest value is kept."""
+
+
+class Max(Extreme):
+    """The largest value is kept."""
+
+
+Metrics = dict[str, Tensor | tuple[Tensor, Tensor] | Min | Max]
 
 BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance sampling types that weight sequences
 
@@ -507,11 +527,11 @@ def _weight_metrics(t: _Tokens, weight_R: Tensor, outside_R: Tensor | None, cfg:
     return metrics
 
 
-def extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor]:
+def extremes(x_R: Tensor, valid_R: Tensor) -> tuple[Min, Max]:
     """Minimum and maximum over the valid tokens; the appended infinity defines them where there are none."""
     infinity = x_R.new_full((1,), torch.inf)
     high_R = torch.where(valid_R, x_R, torch.inf)
     low_R = torch.where(valid_R, x_R, -torch.inf)
     smallest = torch.cat([high_R, infinity]).amin()
     largest = torch.cat([low_R, -infinity]).amax()
-    return smallest, largest
+    return Min(smallest), Max(largest)

@@ -5,8 +5,6 @@ loss.py has the reduction rule. Never a mean of means (huggingface/trl#6380).
 """
 
 import math
-import operator
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean, pvariance
@@ -18,13 +16,12 @@ import torch.distributed as dist
 from advantages import rewards_differ
 from envs import OUTCOMES
 from head import DEVIATION
-from loss import Metrics
+from loss import Extreme, Max, Metrics, Min
 from pack import Minibatch
 from records import Sample, groups_of
 
 Numbers = dict[str, float]  # a metric's name -> its value
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
-EXTREMA = {"_min": torch.minimum, "_max": torch.maximum}
 
 
 def accumulate(total: Metrics, new: Metrics) -> None:
@@ -33,9 +30,15 @@ def accumulate(total: Metrics, new: Metrics) -> None:
         if name not in total:
             total[name] = value
         elif isinstance(value, tuple):
-            total[name] = tuple(map(operator.add, total[name], value))
+            total_sum, total_count = total[name]
+            new_sum, new_count = value
+            total[name] = total_sum + new_sum, total_count + new_count
+        elif isinstance(value, Min):
+            total[name] = Min(torch.minimum(total[name].value, value.value))
+        elif isinstance(value, Max):
+            total[name] = Max(torch.maximum(total[name].value, value.value))
         else:
-            total[name] = EXTREMA.get(name[-4:], operator.add)(total[name], value)
+            total[name] = total[name] + value
 
 
 def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
@@ -45,37 +48,47 @@ def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
     """
     if not total:
         return {}
-    named = sorted(total.items(), key=operator.itemgetter(0))  # packs may give their metrics in another order
-    parts = [part for _, value in named for part in (value if isinstance(value, tuple) else (value,))]
-    local = torch.stack([torch.as_tensor(part).detach().double() for part in parts]).cpu()  # one copy for all
+    names = sorted(total)  # packs may give their metrics in another order
+    numbers = []  # of a pair its sum and its count, of any other metric its value and a 0
+    for name in names:
+        value = total[name]
+        if isinstance(value, tuple):
+            numbers += value
+        elif isinstance(value, Extreme):
+            numbers += [value.value, 0]
+        else:
+            numbers += [value, 0]
+    local = torch.stack([torch.as_tensor(number).detach().double() for number in numbers]).cpu()  # one copy for all
     # Gathered and then combined: the MIN and MAX of gloo's all_reduce lose a NaN of any rank but the first.
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, local)
-    of_ranks = torch.stack(gathered)
-    combined = zip(of_ranks.sum(0).tolist(), of_ranks.amin(0).tolist(), of_ranks.amax(0).tolist(), strict=True)
+    of_ranks = torch.stack(gathered).unflatten(1, (len(names), 2))
+    sums, counts = of_ranks.sum(0).unbind(1)
+    lowest = of_ranks.amin(0)[:, 0]
+    highest = of_ranks.amax(0)[:, 0]
     reduced = {}
-    for name, value in named:
-        summed, low, high = next(combined)
+    columns = zip(names, sums.tolist(), counts.tolist(), lowest.tolist(), highest.tolist(), strict=True)
+    for name, summed, count, low, high in columns:
+        value = total[name]
         if isinstance(value, tuple):
-            count, _, _ = next(combined)
-            reduced[name] = summed / count if count else float("nan")
-        elif name[-4:] in EXTREMA:
-            reduced[name] = low if name.endswith("_min") else high
+            reduced[name] = summed / count if count else math.nan
+        elif isinstance(value, Min):
+            reduced[name] = low
+        elif isinstance(value, Max):
+            reduced[name] = high
         else:
             reduced[name] = summed / divide_sums_by
     return reduced
 
 
 def derived_metrics(metrics: Numbers) -> Numbers:
-    """Adds metrics that are not means to the reduced metrics, and restores NeMo RL's names where the reduction needs
-    another suffix.
+    """The reduced metrics with those that are not means.
 
     effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight dominates)
     to 1 (all equal), over n tokens, or over n sequences if each sequence has one weight. It replaces
     importance_weight_square.
     """
-    pattern = r"(seq_mult_prob_error(?:_after_mask)?)(?:_(min|max))?"
-    metrics = {re.sub(pattern, lambda m: f"{m[2] or 'mean'}_{m[1]}", name): x for name, x in metrics.items()}
+    metrics = dict(metrics)
     if "importance_weight_square" in metrics:
         mean, square = metrics["importance_weight_mean"], metrics.pop("importance_weight_square")
         metrics["effective_sample_size"] = mean**2 / square if square else math.nan

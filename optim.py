@@ -1,8 +1,8 @@
-"""The optimizer: its parameter groups, its learning rate at each step, whether a gradient may be applied, and the
-weight of the entropy bonus.
+"""The optimizer: its parameter groups, its learning rate at each step, the norm of its gradient, and the weight of the
+entropy bonus.
 
-The loop in grpo.py clips, asks `judge_step` for the verdict, and steps. A new optimizer is a branch of
-`build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors its `state` holds.
+A new optimizer is a branch of `build_optimizer` and a name in config.OptimizerConfig: checkpoints save whatever tensors
+its `state` holds.
 
 In examples/naive.py this is `optimizer = torch.optim.AdamW(w.values(), weight_decay=0.01)`.
 """
@@ -17,10 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import config
-from base.system.exits import StopRun
 from base.system.optimizer import Optimizer
-from gap import Gap, gap_problem
-from head import DEVIATION, HeadOptions, one_pass_problem
+from head import HeadOptions
 from metrics import Numbers
 
 
@@ -36,7 +34,7 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
     first_moment_dtype = getattr(torch, kwargs.pop("state_dtype"))
     adamw = partial(torch.optim.AdamW, **kwargs, fused=True)
     if cfg.name == "torch.optim.AdamW":
-        parts = {adamw: list(model.parameters())}
+        parts = [(adamw, list(model.parameters()))]
     elif cfg.name == "torch.optim.Muon":
         # DTensor multiplies the shards in bfloat16: another number of ranks changes the update by up to 2%.
         muon = partial(
@@ -46,13 +44,15 @@ def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: 
             momentum=cfg.muon_momentum,
             adjust_lr_fn="match_rms_adamw",
         )
-        parts = {adamw: [], muon: []}
+        block_matrices = []
+        others = []
         for name, param in model.named_parameters():
             is_block_matrix = ".layers." in name and param.ndim == 2
             if is_block_matrix:
-                parts[muon].append(param)
+                block_matrices.append(param)
             else:
-                parts[adamw].append(param)
+                others.append(param)
+        parts = [(adamw, others), (muon, block_matrices)]
     else:
         raise AssertionError(f"policy.optimizer.name={cfg.name}: build_optimizer has no branch for it")
     optimizer = Optimizer(parts, offloads=offloads, first_moment_dtype=first_moment_dtype)
@@ -145,30 +145,3 @@ class EntropyBonus:
             self.coef = min(self.coef + cfg.entropy_coef_delta, cfg.entropy_coef_max)
         else:
             self.coef = max(self.coef - cfg.entropy_coef_delta, 0.0)
-
-
-def judge_step(
-    metrics: Numbers, gap: Gap, grad_norm: float, num_bad_steps: int, cfg: config.GRPOConfig, step: int
-) -> tuple[bool, int]:
-    """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
-
-    A step is bad if loss or gradient norm is not finite, or, with logp_gap_limit, if sampler and trainer differ by more
-    on the same tokens and weights, or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row,
-    and on a `DEVIATION`. `metrics`, `gap` and `grad_norm` cover all ranks, so all ranks take the same branch.
-    """
-    if problem := one_pass_problem(metrics[DEVIATION]):
-        raise StopRun(f"step {step}: {problem}. The step was not applied")
-    problems = []
-    if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
-        problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
-    disagreement = gap_problem(gap, metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
-    if disagreement:
-        problems.append(disagreement)
-    if not problems:
-        return True, 0
-    if num_bad_steps + 1 > cfg.max_bad_steps:
-        raise StopRun(
-            f"step {step}: {'; '.join(problems)}. Bad steps in a row: {num_bad_steps + 1} (grpo.max_bad_steps="
-            f"{cfg.max_bad_steps}). The step was not applied; the weights are those before the first bad one"
-        )
-    return False, num_bad_steps + 1

@@ -8,21 +8,23 @@ from torch import Tensor, nn
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")  # of AdamW, of Muon
 
 
+Part = tuple[Callable, list[nn.Parameter]]  # the function that makes an optimizer; its parameters
+
+
 class Optimizer:
-    """One interface (`param_groups`, `state`, `step`, `zero_grad`) to several optimizers. `parts`: the function that
-    makes an optimizer -> the parameters it gets.
+    """One interface (`param_groups`, `state`, `step`, `zero_grad`) to several optimizers, one for each of `parts`.
 
     offloads: between steps the moments lie in host memory, pinned for a GPU. first_moment_dtype: the precision, between
     steps, of AdamW's first moment and of momentum. With either, each parameter has an optimizer of its own, and a step
     takes one parameter's moments after another to the device, in float32.
     """
 
-    def __init__(self, parts: dict[Callable, list[nn.Parameter]], *, offloads: bool, first_moment_dtype: torch.dtype):
+    def __init__(self, parts: list[Part], *, offloads: bool, first_moment_dtype: torch.dtype):
         self.offloads = offloads
         self.first_moment_dtype = first_moment_dtype
         self.streams = offloads or first_moment_dtype != torch.float32
         self.optimizers: list[torch.optim.Optimizer] = []
-        for make, params in parts.items():
+        for make, params in parts:
             if self.streams:
                 self.optimizers += [make([param]) for param in params]
             else:

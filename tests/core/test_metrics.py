@@ -9,6 +9,7 @@ from ranks import ranks
 from samples import sample, with_grade, with_tokens
 
 from base.system.ranks import start_process_group
+from loss import Max, Min
 from metrics import accumulate, reduce_over_ranks, sample_metrics
 
 NAN, INF = float("nan"), float("inf")
@@ -18,14 +19,14 @@ def scalar(value):
     return torch.tensor(float(value))
 
 
-MICRO_BATCHES = [  # a micro-batch a row, which two ranks share unevenly below
-    {"loss": scalar(0.5), "ratio": (scalar(6), scalar(3)), "r_min": scalar(0.9), "r_max": scalar(1.1)},
-    {"loss": scalar(-2), "ratio": (scalar(1), scalar(1)), "r_min": scalar(0.7), "r_max": scalar(1.0)},
-    {"loss": scalar(4), "ratio": (scalar(0), scalar(0)), "r_min": scalar(INF), "r_max": scalar(-INF)},  # no token
-    {"loss": scalar(1), "ratio": (scalar(5), scalar(4)), "r_min": scalar(0.8), "r_max": scalar(1.3)},
+MICRO_BATCHES = [  # a micro-batch a row, the third without a token, which two ranks share unevenly below
+    {"loss": scalar(0.5), "ratio": (scalar(6), scalar(3)), "low": Min(scalar(0.9)), "high": Max(scalar(1.1))},
+    {"loss": scalar(-2), "ratio": (scalar(1), scalar(1)), "low": Min(scalar(0.7)), "high": Max(scalar(1.0))},
+    {"loss": scalar(4), "ratio": (scalar(0), scalar(0)), "low": Min(scalar(INF)), "high": Max(scalar(-INF))},
+    {"loss": scalar(1), "ratio": (scalar(5), scalar(4)), "low": Min(scalar(0.8)), "high": Max(scalar(1.3))},
 ]
 # 12 / 8, not the mean of 2, 1 and 1.25; in float32, as the micro-batches are
-REDUCED = {"loss": 3.5, "ratio": 1.5, "r_min": float(scalar(0.7)), "r_max": float(scalar(1.3))}
+REDUCED = {"loss": 3.5, "ratio": 1.5, "low": float(scalar(0.7)), "high": float(scalar(1.3))}
 EMPTY = {"mean": (scalar(0), scalar(0)), "n": torch.tensor(3)}
 
 
@@ -58,7 +59,7 @@ def test_two_ranks_equal_one_and_every_nan_stays_visible():
     assert reduce_over_ranks(dict(reversed(total.items())) if rank else total) == REDUCED  # names in another order
     for bad in range(2):
         value = scalar(NAN if rank == bad else 1)
-        names = {"pair": (value, scalar(1)), "sum": value, "a_min": value, "a_max": value, "fine": scalar(1)}
+        names = {"pair": (value, scalar(1)), "sum": value, "low": Min(value), "high": Max(value), "fine": scalar(1)}
         values = reduce_over_ranks(names)
         assert values.pop("fine") == 2 and all(map(math.isnan, values.values())), (rank, bad, values)
     # One rank without a token: the mean of the other rank stands.

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "core")]
 
 import torch
+from loss_cases import numbers_of
 from test_loss_exact import ALGORITHMS, config_of
 from torch._dynamo.utils import counters
 
@@ -115,7 +116,7 @@ def flat(metrics: Metrics) -> dict[str, torch.Tensor]:
     """Sums and counts by themselves."""
     found = {}
     for name, value in metrics.items():
-        for number, part in enumerate(value if isinstance(value, tuple) else (value,)):
+        for number, part in enumerate(numbers_of(value)):
             found[f"{name} {number}"] = part
     return found
 

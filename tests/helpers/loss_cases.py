@@ -6,6 +6,7 @@ import torch
 
 from base.check.contradictions import contradictions
 from config import Config, LossConfig
+from loss import Max, Min
 
 
 def golden_batch(dtype=torch.float32):
@@ -61,6 +62,13 @@ def hard_batch(dtype):
     return batch | {"mask_R": mask_R, "seq_R": seq_R, "positive_R": positive_R} | counts
 
 
+def numbers_of(value):
+    """The tensors of a metric."""
+    if isinstance(value, tuple):
+        return value
+    return (getattr(value, "value", value),)  # of a `Min` or `Max`, also of an edited loss.py
+
+
 def reduced(*parts):
     """Metrics of several micro-batches as one number each, by the rule of loss.py's docstring."""
     out = {}
@@ -68,8 +76,10 @@ def reduced(*parts):
         values = [part[name] for part in parts]
         if isinstance(values[0], tuple):
             out[name] = float(sum(v[0] for v in values) / sum(v[1] for v in values))
-        elif name.endswith(("_min", "_max")):
-            out[name] = float((min if name.endswith("_min") else max)(values))
+        elif isinstance(values[0], Min):
+            out[name] = min(map(float, values))
+        elif isinstance(values[0], Max):
+            out[name] = max(map(float, values))
         else:
             out[name] = float(sum(values))
     return out

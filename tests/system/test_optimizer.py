@@ -142,7 +142,8 @@ def test_copies_of_a_gpu_in_their_order(monkeypatch, first_moment):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: copies.seen.append(["wait"]))
     params = [nn.Parameter(torch.empty(shape, device=META)) for shape in ((6, 4), (5,))]
-    optimizer = Optimizer({partial(OneStep, seen=copies.seen): params}, offloads=True, first_moment_dtype=first_moment)
+    parts = [(partial(OneStep, seen=copies.seen), params)]
+    optimizer = Optimizer(parts, offloads=True, first_moment_dtype=first_moment)
     optimizer.state.update({param: {} for param in params})
     wide, first = 4, first_moment.itemsize
     expected = []
