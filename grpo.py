@@ -64,7 +64,7 @@ from model import Decoder, Reference
 from optim import EntropyBonus, clip_grad_norm, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
-from run import dump, steps
+from run import steps
 from run.job import Job, Run, generate, run_rank, set_up
 from run.validation import validate
 
@@ -85,7 +85,7 @@ def train(run: Run) -> None:
 
         with timer("advantage_calculation"):
             adv_B, advantage_metrics = step_advantages(samples.trained, cfg.grpo, cfg.loss_fn)
-        dump.write_if_due(run, samples.trained, adv_B, step)
+        steps.dump_if_due(run, samples.trained, adv_B, step)
 
         with timer("data_processing"):
             minibatches = make_minibatches(samples.trained, adv_B, cfg, run.ranks, run.device)

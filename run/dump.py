@@ -12,7 +12,7 @@
                            sequence num_routed_tokens ids
     meta.json              as a checkpoint has it: the step, the number of ranks, size and sha256 of each file
 
-Writing is here and not in replay.py because the loop writes, and a replay calls the loop.
+Writing is here and not in replay.py because the loop writes (run.steps.dump_if_due), and a replay calls the loop.
 """
 
 import json
@@ -48,14 +48,6 @@ RECORDED = {
     kind: [field.name for field in fields(kind) if field.name not in NOT_RECORDED]
     for kind in (Sample, TokenSequence, Grade)
 }
-
-
-def write_if_due(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
-    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
-    period = run.cfg.logger.dump_rollouts
-    if period and (step - 1) % period == 0:
-        with run.timer("dump_rollouts"):
-            write(run, trained, adv_B, step)
 
 
 def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:

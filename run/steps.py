@@ -3,7 +3,7 @@
 The algorithm is `train` in grpo.py. Nothing here computes a loss, an advantage or a pack.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from gap import check_canary
 from metrics import Numbers
 from model import Decoder
 from pack import Minibatch
+from records import Sample
 from rollout import StepSamples
 from run.job import Run
 from run.speed import performance_metrics
@@ -69,6 +70,16 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     run.told_to_stop = any_rank(run.signals.pending())
     if run.told_to_stop and not run.is_finished:
         raise Interrupted
+
+
+def dump_if_due(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int) -> None:
+    """Writes the samples to the disk before the step trains, in step 1 and then in one step of every dump_rollouts."""
+    period = run.cfg.logger.dump_rollouts
+    if period and (step - 1) % period == 0:
+        from run import dump  # a run without dumps imports nothing of them
+
+        with run.timer("dump_rollouts"):
+            dump.write(run, trained, adv_B, step)
 
 
 def check_engine(run: Run, step: int) -> Numbers:

@@ -78,6 +78,7 @@ def _missing_parts(cfg: Config) -> Iterator[str]:
         ("run/split", uses_split, "policy.generation.colocated.enabled=false"),
         ("lora.py", uses_lora, "policy.dtensor_cfg.lora_cfg.enabled=true"),
         ("router_replay.py", cfg.policy.router_replay.enabled, "policy.router_replay.enabled=true"),
+        ("run/dump.py", cfg.logger.dump_rollouts > 0, "logger.dump_rollouts"),
         ("run/reward_model.py", uses_reward_model, "env_name 'reward_model'"),
     ):
         if is_used and not (ROOT / path).exists():

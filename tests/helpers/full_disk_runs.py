@@ -25,7 +25,7 @@ from small_run import arguments, write_rows
 import grpo
 from base.inputs.resume import checkpoints, read_meta
 from base.system.disk import keep_console
-from run import dump
+from run import steps
 
 SETTINGS = ("checkpointing.save_period=1", "checkpointing.keep_latest=9", "logger.dump_rollouts=1")
 SETTINGS += ("grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.max_num_steps=3")
@@ -55,16 +55,16 @@ def end_of(work: Path, words: list[str], full=(), ballast: Path | None = None, l
         os.dup2(output, number)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))
     keep_console()
-    write_if_due = dump.write_if_due
+    dump_if_due = steps.dump_if_due
 
     def fill(run, samples, adv_B, step):
         if step in full:
             take(ballast)
         elif full:
             ballast.unlink(missing_ok=True)
-        write_if_due(run, samples, adv_B, step)
+        dump_if_due(run, samples, adv_B, step)
 
-    dump.write_if_due = fill
+    steps.dump_if_due = fill
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     sys.argv = ["grpo.py", *arguments(work), *SETTINGS, *words]

@@ -24,6 +24,7 @@ PARTS = {
     "judges": ["data.default.env_name=math"],
     "base/graders/judged.py": ["data.default.env_name=code"],
     "base/graders/reward_function.py": ["data.default.env_name=os.path:exists"],
+    "run/dump.py": ["logger.dump_rollouts=1"],
     "blocks.py": ["policy.dtensor_cfg.automodel_kwargs.force_hf=true"],
     "tools": [],
     "base/check/preflight.py": [],
