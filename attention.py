@@ -43,7 +43,7 @@ class PackLayout:
     cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
     key_rows: tuple[Tensor, ...]  # of all keys, as `rows_to_gather`; () without a prefix
-    experts_TLA: Tensor | None = None  # int16; see `pack.Pack`
+    experts_TLA: np.ndarray | None = None  # of `pack.Pack`; on the host until a forward, as it is large
 
     @classmethod
     def of(

@@ -131,7 +131,7 @@ class TransformersBody(nn.Module):
         """hidden_TD, whose product with the output layer's weight is the logits."""
         (base,) = self.parts_of
         if self.replay:
-            self.replay.experts_TLA = layout.experts_TLA
+            self.replay.begin(layout.experts_TLA, token_T.device)
         mask: Tensor | dict
         if self.mixers:
             mask = MASK_OF_TYPES  # transformers would look for padding in a tensor, and wait for the device

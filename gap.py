@@ -305,6 +305,6 @@ def _score(
     pos_R = position_T[len(prompt) - 1 :]
     layout = PackLayout.of(np.array([0, len(token_T)]), None, len(token_T), device)
     if reply.experts_TLA is not None:
-        layout = replace(layout, experts_TLA=torch.tensor(reply.experts_TLA.astype(np.int16), device=device))
+        layout = replace(layout, experts_TLA=reply.experts_TLA.astype(np.int16))
     logp_R, _ = response_logps(model, (token_T, position_T, layout, pos_R), target_R, head_options)
     return logp_R

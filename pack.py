@@ -206,15 +206,13 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
             column_R = column_R.astype(np.int64)  # torch indexes with these
         tokens_R[name] = on_device(column_R, device)
     layout = PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
-    if pack.experts_TLA is not None:
-        layout = replace(layout, experts_TLA=on_device(pack.experts_TLA, device))
     return MicroBatch(
         **tensors,
         tokens_R=tokens_R,
         cu_seqlens=pack.cu_seqlens,
         prefix_S=pack.prefix_S,
         experts_TLA=pack.experts_TLA,
-        layout=layout,
+        layout=replace(layout, experts_TLA=pack.experts_TLA),
         mask_R=torch.ones_like(tensors["adv_R"], dtype=torch.bool),
         num_grad_rows=len(pack.adv_R),
     )

@@ -11,16 +11,18 @@ A token of which the sampler has told no experts goes where the trainer chooses,
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from base.system.ranks import on_device
 from loss import Metrics
 
 
 class RouterReplay:
     """Takes the place of the forwards of these routers, in the order of their layers. experts_TLA: of the pack that is
-    computed; with None they choose, and nothing is counted. chooses: they choose in any case."""
+    computed. chooses: the routers choose in any case."""
 
     def __init__(self, routers: Sequence[nn.Module], num_experts: int, chooses: bool):
         self.experts_TLA: Tensor | None = None
@@ -29,6 +31,11 @@ class RouterReplay:
         self.counts = torch.zeros(3, dtype=torch.int64)  # of choices: that differ, that are compared, all
         for number, router in enumerate(routers):
             router.forward = partial(self.forward, number, router.forward)
+
+    def begin(self, experts_TLA: np.ndarray | None, device: torch.device) -> None:
+        """The next forward, and its backward, are of a pack with these experts; None: the routers choose, and nothing
+        is counted."""
+        self.experts_TLA = None if experts_TLA is None else on_device(experts_TLA, device)
 
     def forward(self, number: int, route: Callable, *args, **kwargs) -> tuple[Tensor, ...]:
         """`route` is the router's own forward."""

@@ -63,18 +63,20 @@ def assert_healthy(folder, num_steps):
     assert all(0.25 <= line["train/busiest_expert_share"] <= 1 for line in trained)
 
 
-def test_killed_and_resumed_it_is_the_unbroken_run(model, tmp_path):
+@pytest.mark.parametrize("options", [[], [REPLAY]], ids=["plain", "replayed choice"])
+def test_killed_and_resumed_it_is_the_unbroken_run(options, model, tmp_path):
+    options = [model, *options]
     works = [tmp_path / "unbroken", tmp_path / "killed"]
     for work in works:
         work.mkdir()
-    unbroken = run_to_the_end(works[0], 6, model)
-    life = Life(works[1], 6, model, slow=("update", 5))
+    unbroken = run_to_the_end(works[0], 6, *options)
+    life = Life(works[1], 6, *options, slow=("update", 5))
     folder = works[1] / "logs" / "exp_001"
     life.wait_for(lambda: newest_step(folder) == 3 and life.mark.exists(), 300)
     for pid in life.processes():
         os.kill(pid, signal.SIGKILL)
     life.process.wait()
-    run_to_the_end(works[1], 6, model, resume=folder)
+    run_to_the_end(works[1], 6, *options, resume=folder)
     assert_same(folder, unbroken, 6)
     assert_healthy(folder, 6)
     (before, *_), (after, *_) = at_step(unbroken, 3), at_step(unbroken, 6)
