@@ -222,28 +222,38 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
 def finish_minibatches(minibatches: list[Minibatch], path: LossPath, version: int) -> None:
     """Completes the minibatches in place, once their masks are final: counts trained tokens over all ranks, and puts
     rows with a gradient first. A collective. version: of the newest weights."""
-    rows_of_minibatches = [rows_on_host(minibatch.micros) for minibatch in minibatches]
-    counts_here = []
-    for minibatch, micro_rows in zip(minibatches, rows_of_minibatches, strict=True):
-        counts_here.append(count_trained(micro_rows, minibatch.num_samples))
-    total = torch.from_numpy(np.stack(counts_here))
-    dist.all_reduce(total)
-    for minibatch, micro_rows, counts in zip(minibatches, rows_of_minibatches, total.numpy(), strict=True):
-        minibatch.num_positive_tokens = int(counts[0])
-        num_tokens_B = counts[1:]
+    for minibatch in minibatches:
+        rows_of_micros = rows_on_host(minibatch.micros)
+        num_positive = torch.tensor(sum(rows.num_positive_tokens for rows in rows_of_micros))
+        num_tokens_B = torch.zeros(minibatch.num_samples, dtype=torch.int64)
+        for rows in rows_of_micros:
+            num_tokens_B += torch.from_numpy(rows.num_tokens_of_samples(minibatch.num_samples))
+        dist.all_reduce(num_positive)
+        dist.all_reduce(num_tokens_B)
+        minibatch.num_positive_tokens = int(num_positive)
         minibatch.num_tokens = int(num_tokens_B.sum())
         minibatch.num_trained_samples = int((num_tokens_B > 0).sum())
         minibatch.version = version
-        for micro, rows in zip(minibatch.micros, micro_rows, strict=True):
-            share_R = shares_of_samples(rows, num_tokens_B)
+        for micro, rows in zip(minibatch.micros, rows_of_micros, strict=True):
+            share_R = shares_of_samples(rows, num_tokens_B.numpy())
             order_R, micro.num_grad_rows = gradient_order(rows, path)
             micro.reorder(order_R)
             micro.share_R = on_device(share_R[order_R], micro.mask_R.device)
 
 
+HOST_COLUMNS = {
+    "adv_R": np.float64,
+    "reward_R": np.float64,
+    "seq_R": np.int64,
+    "sample_R": np.int64,
+    "sampler_logp_R": np.float64,
+    "mask_R": np.bool_,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What the host reads of a micro-batch's rows."""
+    """What the host reads of a micro-batch's rows: HOST_COLUMNS."""
 
     adv_R: np.ndarray
     reward_R: np.ndarray
@@ -257,20 +267,31 @@ class HostRows:
         """Tokens that `policy_loss` trains: it drops those whose sampler log-probability is not finite."""
         return self.mask_R & np.isfinite(self.sampler_logp_R)
 
+    @property
+    def num_positive_tokens(self) -> int:
+        """Trained tokens with a reward > 0."""
+        return int((self.trained_R & (self.reward_R > 0)).sum())
+
+    def num_tokens_of_samples(self, num_samples: int) -> np.ndarray:
+        """[num_samples], int64: the trained tokens of each sample of the minibatch."""
+        return np.bincount(self.sample_R[self.trained_R], minlength=num_samples)
+
 
 def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
     """Of each micro-batch. One copy for all of them: the host waits for the device once."""
     columns = []
-    for name in HostRows.__slots__:
+    for name in HOST_COLUMNS:
         columns.append(torch.cat([getattr(micro, name) for micro in micros]).double())
-    on_host = torch.stack(columns).cpu()
+    on_host = torch.stack(columns).cpu().numpy()
     found = []
-    for columns_of_micro in on_host.split([len(micro.mask_R) for micro in micros], dim=1):
-        row = dict(zip(HostRows.__slots__, columns_of_micro.numpy(), strict=True))
-        for name in ("seq_R", "sample_R"):
-            row[name] = row[name].astype(int)
-        row["mask_R"] = row["mask_R"].astype(bool)
-        found.append(HostRows(**row))
+    start = 0
+    for micro in micros:
+        end = start + len(micro.mask_R)
+        rows = {}
+        for (name, dtype), column in zip(HOST_COLUMNS.items(), on_host, strict=True):
+            rows[name] = column[start:end].astype(dtype)
+        found.append(HostRows(**rows))
+        start = end
     return found
 
 
@@ -282,15 +303,6 @@ def gradient_order(rows: HostRows, path: LossPath) -> tuple[np.ndarray, int]:
     if not path.zero_adv_has_grad:
         has_grad_R = has_grad_R & (rows.adv_R != 0)
     return np.argsort(~has_grad_R, kind="stable"), int(has_grad_R.sum())
-
-
-def count_trained(micro_rows: Sequence[HostRows], num_samples: int) -> np.ndarray:
-    """Of a minibatch on this rank, int64: [0] num_positive_tokens, [1 + i] the trained tokens of sample i."""
-    counts = np.zeros(1 + num_samples, np.int64)
-    for rows in micro_rows:
-        counts[0] += (rows.trained_R & (rows.reward_R > 0)).sum()
-        counts[1:] += np.bincount(rows.sample_R[rows.trained_R], minlength=num_samples)
-    return counts
 
 
 def shares_of_samples(rows: HostRows, num_tokens_B: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ from grpo import compute_loss
 from head import HeadOptions, LossOptions, LossPath
 from judges import worker
 from judges.pool import Graded
-from pack import count_trained, finish_minibatches, make_minibatches, rows_on_host
+from pack import finish_minibatches, make_minibatches, rows_on_host
 from records import Completion, Grade, Sample, TokenSequence, make_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,12 +325,19 @@ def test_rollouts_of_one_to_four_rows_against_a_loop_over_rollouts(keys, loss_fn
     loop_loss.backward()
 
     of_ranks = [make_minibatches(samples, adv_B, cfg, Ranks(rank, 2, rank, 1), CPU)[0] for rank in range(2)]
-    counts = []
+    num_positive = 0
+    num_tokens_B = np.zeros(of_ranks[0].num_samples, int)
     for minibatch in of_ranks:
         for micro in minibatch.micros:
             micro.mask_R = micro.target_R != 5
-        counts.append(count_trained(rows_on_host(minibatch.micros), minibatch.num_samples))
-    monkeypatch.setattr(dist, "all_reduce", lambda total: total.copy_(torch.from_numpy(sum(counts)[None])))
+        for rows in rows_on_host(minibatch.micros):
+            num_positive += rows.num_positive_tokens
+            num_tokens_B += rows.num_tokens_of_samples(minibatch.num_samples)
+
+    def all_reduce(total):
+        total.copy_(torch.from_numpy(num_tokens_B) if total.dim() else torch.tensor(num_positive))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     options = HeadOptions(loss=LossOptions(path=LossPath(passes)))
     exact = {np.float32(adv).item(): adv for adv in adv_B}  # packs hold float32
     weight_VD = torch.cat(ours).T

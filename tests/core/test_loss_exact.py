@@ -16,7 +16,7 @@ from advantages import estimate_advantages
 from base.check.contradictions import contradictions
 from config import AdvEstimatorConfig, Config, GRPOConfig, LossConfig
 from loss import policy_loss
-from pack import HostRows, count_trained, shares_of_samples
+from pack import HostRows, shares_of_samples
 
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 TIS = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}
@@ -158,16 +158,15 @@ def with_advantages(step: dict, adv_B: torch.Tensor) -> dict:
 
 
 def with_counts(packs: list[dict]) -> tuple[list[dict], dict]:
-    """(packs with share_R, counts) of pack.py: each rank counts its two packs."""
+    """(packs with share_R, counts) of pack.py."""
     rows = [HostRows(*(pack[name].numpy() for name in HostRows.__slots__)) for pack in packs]
-    counts = count_trained(rows[:2], 16) + count_trained(rows[2:], 16)
-    num_tokens_B = counts[1:]
+    num_tokens_B = sum(of_pack.num_tokens_of_samples(16) for of_pack in rows)
     for pack, of_pack in zip(packs, rows, strict=True):
         pack["share_R"] = torch.from_numpy(shares_of_samples(of_pack, num_tokens_B))
     return packs, {
         "num_valid_tokens": int(num_tokens_B.sum()),
         "num_valid_seqs": int((num_tokens_B > 0).sum()),
-        "num_positive_tokens": int(counts[0]),
+        "num_positive_tokens": sum(of_pack.num_positive_tokens for of_pack in rows),
     }
 
 
