@@ -124,10 +124,14 @@ def is_scalar(value) -> bool:
 
 
 def expect_form(name: str, value) -> None:
-    """A metric is a tensor without dimensions, or a pair of them."""
+    """A metric is a tensor without dimensions, a Min or Max of one, or a pair of them."""
+    from loss import Extreme
+
     if isinstance(value, tuple):
         is_pair = len(value) == 2 and is_scalar(value[0]) and is_scalar(value[1])
         expect(is_pair, f"{name}: sum and count must be tensors, without dimensions; found {value}")
+    elif isinstance(value, Extreme):
+        expect(is_scalar(value.value), f"{name}: its value must be a tensor without dimensions; found {value.value}")
     else:
         expect(is_scalar(value), f"{name}: needs a tensor without dimensions, or the pair (sum, count); found {value}")
 
