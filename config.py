@@ -257,8 +257,8 @@ class LossConfig(Section):
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """The KL is estimated by Schulman's k1, k2 or k3."""
     kl_gradient: Literal["score_function", "policy_ratio", "plain"] = "score_function"
-    """score_function is the gradient of the KL itself (NeMo RL); policy_ratio is too, in later optimizer steps of a
-    rollout as well (DeepSeek-V3.2, TRL); plain is the gradient of the estimator (verl)."""
+    """score_function is the gradient of the KL at each token's own state (NeMo RL); policy_ratio is too, in later
+    optimizer steps of a rollout as well (DeepSeek-V3.2, TRL); plain is the gradient of the estimator (verl)."""
     kl_input_clamp_value: float | None = key(20.0, "> 0")
     """The KL clamps each log-probability difference to +-this; null means no limit."""
     kl_output_clamp_value: float | None = key(10.0, "> 0")

@@ -422,9 +422,10 @@ def clamp_abs(x_R: Tensor, limit: float | None) -> Tensor:
 def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     """Estimate of KL(policy || reference) at each token: k(clamp(ref - logp)) times a factor, clamped.
 
-    The KL is an expectation over samples of the policy. Its gradient has a part that moves the estimate k at the token
-    and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos 2025). A factor
-    adds the second part: exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
+    The KL at a token's state is an expectation over samples of the policy. Its gradient has a part that moves the
+    estimate k at the token and one that moves how often the token is sampled, k times the gradient of logp (Tang, Munos
+    2025). What the token does to the KL of later tokens is left out, as in NeMo RL, TRL and verl. A factor adds the
+    second part: exp(logp - detach(logp)) has the value 1 and the gradient of logp (NeMo RL).
         kl_gradient=plain               the factor is a constant: the first part alone (verl, Shao et al. 2024)
         kl_gradient=policy_ratio        it is exp(logp - old), so that later optimizer steps of a rollout, too, have the
                                         gradient of the KL (DeepSeek-V3.2, 2025; TRL's use_bias_correction_kl)

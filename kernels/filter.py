@@ -15,7 +15,8 @@ class SamplingFilter:
     """top_k, then top_p, by the rule of vLLM and NeMo RL.
 
     A row keeps its top_k largest logits and ties with the last of them; of these, the likeliest that together hold
-    top_p of the probability, at least one. Among ties at that cut, the largest ids are kept.
+    top_p of the probability, at least one. Among exact ties at that cut, the largest ids are kept; vLLM's choice
+    depends on its sort, which keeps others in large vocabularies.
     """
 
     top_p: float = 1.0
