@@ -5,6 +5,7 @@ import re
 import typing
 from pathlib import Path
 
+import keys_page
 import pytest
 
 import config
@@ -20,6 +21,11 @@ def leaves(cls: type, prefix: str = "") -> list[str]:
         nested = dataclasses.is_dataclass(kind)
         names += leaves(kind, f"{prefix}{f.name}.") if nested else [prefix + f.name]
     return names
+
+
+@pytest.mark.house
+def test_the_page_of_keys_is_what_its_command_writes():
+    assert keys_page.PAGE.read_text(encoding="utf-8") == keys_page.text_of_page()
 
 
 def test_help_has_every_key_with_its_default():
