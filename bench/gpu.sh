@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on one machine with one: each part within 9 minutes, what is worth most first.
 #
+#     bash bench/gpu.sh first      fifteen minutes are enough for first and second, 450 s each at most. First: SmolLM2-135M
+#                                  learns, with its own weights; steps of configs/math_1b.yaml by parts
+#     bash bench/gpu.sh second     open (the compiled loss, LoRA, a window), then moe
 #     bash bench/gpu.sh            right and fast
 #     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights, in turns with steps as they were; a
@@ -15,19 +18,22 @@
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
 # GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>); SECONDS_IN_ALL:
-# after them nothing is begun (535). No network is needed. Other heads and the
-# recipe's tokenizer come from .gpu (bench/pack_gpu.sh), a slim vLLM from .gpu/1 (its install.sh) or the Python; what is
-# not there is reported as absent. Every result is written as it ends, each item has a time limit of its
-# own, and an item that fails does not end the others. Exit code 1: a check failed or an item broke off.
+# after them nothing is begun and what runs is ended (450 for first and second, else 535). No network is needed. Other
+# heads and the recipe's tokenizer come from .gpu (bench/pack_gpu.sh), a slim vLLM from .gpu/1 (its install.sh) or the
+# Python; what is not there is reported as absent. The last lines of each item are printed as it ends, and its results
+# are in OUT then. Each item has a time limit of its own, and one that fails does not end the others. Exit code 1: a
+# check failed or an item broke off.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
-parts=() dry=() tiny=()
+parts=() dry=() tiny=() most=535
 for word in "$@"; do
     case $word in
-        right|fast|open|pretrained|moe|peers) parts+=("$word") ;;
+        first) parts+=(pretrained recipe) most=450 ;;
+        second) parts+=(open moe) most=450 ;;
+        right|fast|open|pretrained|recipe|moe|peers) parts+=("$word") ;;
         --cpu) dry=(--dry) tiny=(--tiny) ;;
-        *) echo "gpu.sh: right, fast, open, pretrained, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
+        *) echo "gpu.sh: first, second, right, fast, open, pretrained, recipe, moe, peers or --cpu, not '$word'" >&2; exit 2 ;;
     esac
 done
 ((${#parts[@]})) || { ((${#dry[@]})) && parts=(right fast pretrained moe peers) || parts=(right fast); }
@@ -48,14 +54,16 @@ fi
 status=0
 
 item() {  # NAME SECONDS COMMAND...: its output goes to the log; past its time, or the whole course's, it is killed
-    local name=$1 limit=$2 left=$((${SECONDS_IN_ALL:-535} - SECONDS)) begun=$SECONDS code=0
+    local name=$1 limit=$2 left=$((${SECONDS_IN_ALL:-$most} - SECONDS)) begun=$SECONDS code=0 from
     shift 2
     ((${#dry[@]})) && left=900 limit=900
     ((limit < left)) || limit=$left
     if ((limit < 10)); then echo "$name: no time left" | tee -a "$log"; status=1; return; fi
     echo "== $name: $*" >>"$log"
+    from=$(($(wc -l <"$log") + 1))
     timeout -k 5 "$limit" "$@" >>"$log" 2>&1 </dev/null || code=$?
     ((code == 0)) || status=1
+    tail -n "+$from" "$log" | tail -n 3 | cut -c1-400
     echo "$name: exit code $code, $((SECONDS - begun)) s" | tee -a "$log"
 }
 
@@ -78,11 +86,15 @@ right() {
     [[ $vllm == absent ]] || smoke_run
 }
 
-fast() {
-    if [[ $vllm == absent ]]; then echo "recipe, sync: absent (no vllm here)" | tee -a "$log"
+recipe() {  # WORD...
+    if [[ $vllm == absent ]]; then echo "recipe: absent (no vllm here)" | tee -a "$log"
     elif [[ -d .gpu/qwen || ${#dry[@]} -gt 0 ]]; then
-        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" --turns --steps 7 --out "$out"
+        item "recipe" 260 "$python" -m bench.gpu_recipe "${dry[@]}" "$@" --out "$out"
     else echo "recipe: absent (no .gpu/qwen)" | tee -a "$log"; fi
+}
+
+fast() {
+    recipe --turns --steps 7
     item "training step" 130 "$python" -m bench.train_step "${dry[@]}" --out "$out/train_step.jsonl"
     our_head "${mains[0]}"
     killed
@@ -122,6 +134,7 @@ pretrained() {
         item "SmolLM2 from its package" 60 env PYTHONPATH="$gguf:${PYTHONPATH:-}" \
             "$python" examples/smollm2/convert_gguf.py "$gguf/smollm2.gguf" "$model"
     fi
+    if ((${#dry[@]})) && [[ ! -d $model ]]; then model=examples/arithmetic/starter; fi
     if [[ $vllm == absent || ! -d $model ]]; then
         echo "pretrained: absent (no vllm here, or neither $model nor .gpu/smollm2_1 and .gpu/smollm2_2)" | tee -a "$log"
         return

@@ -83,7 +83,8 @@ class Turns:
         def sample_step(sampler, cfg, train, cursor, step, num_steps):
             self.is_old = step % 2 == 0
             set_way(run.model, self.is_old)
-            run.head_options = replace(new_options, policy_loss=policy_loss) if self.is_old else new_options
+            as_it_is = replace(new_options, loss=replace(new_options.loss, call=policy_loss))
+            run.head_options = as_it_is if self.is_old else new_options
             return self.sample_step(sampler, cfg, train, cursor, step, num_steps)
 
         def make_minibatches(samples, adv_B, cfg, ranks, device):
@@ -101,7 +102,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="*", help="key=value")
     args = parser.parse_args()
-    logs = Path(tempfile.mkdtemp())
+    args.out.mkdir(parents=True, exist_ok=True)
+    logs = Path(tempfile.mkdtemp(prefix="recipe_", dir=args.out))  # has the steps of a run that is cut
     words = [f"logger.log_dir={logs}", "checkpointing.enabled=false", f"grpo.max_num_steps={args.steps}"]
     words += ["grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.val_period=0"]
     config = "configs/smoke.yaml"
@@ -112,7 +114,6 @@ def main() -> None:
         words += [f"policy.model_name={model}", "cluster.gpus_per_node=1"]
         words += [f"data.train.data_path={problems}", f"data.validation.data_path={problems}"]
         words += ["data.default.env_name=bench.gpu_recipe:even", "grpo.num_prompts_per_step=16"]
-    args.out.mkdir(parents=True, exist_ok=True)
     words += args.words
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch.object(sys, "argv", ["grpo.py", str(ROOT / config), *words]))

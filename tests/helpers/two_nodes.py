@@ -69,6 +69,12 @@ def environment(work: Path, **more: str) -> dict[str, str]:
     return clean | {"PYTHONPATH": f"{package.parent}:{ROOT / 'tests' / 'helpers'}", **more}
 
 
+def last_line(log: Path) -> str:
+    """torchrun may still warn after it, say that the node with the rendezvous has gone first."""
+    lines = [line for line in log.read_text().splitlines() if not re.match(r"W\d{4} ", line)]
+    return lines[-1]
+
+
 class Node:
     """train.sh on one of two nodes, in a session of its own."""
 
@@ -86,9 +92,7 @@ class Node:
     def wait(self, seconds: float = 120) -> tuple[int, str]:
         """(exit code, last line)."""
         code = self.process.wait(timeout=seconds)
-        # torchrun may still warn after the end, say that the node with the rendezvous has gone first.
-        lines = [line for line in self.log.read_text().splitlines() if not re.match(r"W\d{4} ", line)]
-        return code, lines[-1]
+        return code, last_line(self.log)
 
     def kill_all(self) -> None:
         """train.sh and the agent, as a machine that is gone: the ranks die with the agent."""
