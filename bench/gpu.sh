@@ -3,7 +3,7 @@
 #
 #     bash bench/gpu.sh first      fifteen minutes are enough for first and second, 450 s each at most. First: SmolLM2-135M
 #                                  learns, with its own weights; steps of configs/math_1b.yaml by parts
-#     bash bench/gpu.sh second     open (the compiled loss, LoRA, a window), then moe
+#     bash bench/gpu.sh second     open (the compiled loss, LoRA, a window, inputs in host memory), then moe
 #     bash bench/gpu.sh            right and fast
 #     bash bench/gpu.sh right      engine, sync, kernels against float64, the smoke run: is it right?
 #     bash bench/gpu.sh fast       steps of configs/math_1b.yaml with random weights, in turns with steps as they were; a
@@ -116,7 +116,8 @@ open() {
     killed
     item "training step" 60 "$python" -m bench.train_step "${dry[@]}" --rounds 2 --out "$out/train_step.jsonl"
     our_head "${mains[0]}"
-    item "attention" 40 "$python" -m pytest -q -s -m gpu tests/gpu/test_gpu_attention.py "${tiny[@]}"
+    item "attention, inputs in host memory" 60 "$python" -m pytest -q -s -m gpu tests/gpu/test_gpu_attention.py \
+        tests/gpu/test_gpu_step.py::test_inputs_in_host_memory_leave_the_gradient_as_it_is "${tiny[@]}"
 }
 
 our_head() {

@@ -45,7 +45,7 @@ from base.system.exits import exit_process
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
-from config import Config
+from config import Config, Recompute
 from head import HeadOptions, LossOptions, LossPath, compiled_loss
 from kernels.backend import choose_backend
 from loss import Metrics, policy_loss
@@ -100,10 +100,10 @@ def head_of(way: str, model: Decoder, device: torch.device, pack_tokens: int = 8
 
 
 @torch.no_grad()
-def random_policy(hf: dict, device: torch.device, precision: str) -> Decoder:
+def random_policy(hf: dict, device: torch.device, precision: str, recompute: Recompute = False) -> Decoder:
     """Sharded over one rank and filled on the device: nothing is downloaded, read or written."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf), keeps_gathered=True)
+        model = Decoder(ModelConfig.from_hf(hf), keeps_gathered=True, recompute=recompute)
     mesh = dist.init_device_mesh(device.type, (1,))
     shard(model, mesh, precision=precision)
     model.to_empty(device=device)

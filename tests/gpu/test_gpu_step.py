@@ -62,3 +62,17 @@ def test_the_host_hardly_waits_for_the_gpu(step, place, check):
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
     print("\n".join(waits))
     check("waits for the GPU in forward and backward", len(waits), MOST_WAITS)
+
+
+def test_inputs_in_host_memory_leave_the_gradient_as_it_is(place, check):
+    """To the bit: activation_checkpointing=offload copies on a stream of its own."""
+    hf = TINY if place.is_tiny else QWEN | {"num_hidden_layers": 4}
+    found = []
+    for recompute in (True, "offload", "offload"):
+        policy = random_policy(hf, place.device, "bfloat16", recompute)
+        policy.deterministic = True
+        batch = random_batch(config_of("torch"), TOKENIZER[hf["vocab_size"]], 16, place.ranks, place.device)
+        found.append(gradients((policy, batch), "torch", place.device)[0])
+    for gradient in found[1:]:
+        num_other = (gradient != found[0]).sum().item()
+        check("step, inputs in host memory: elements of the gradient that differ", num_other, 0)
