@@ -305,7 +305,7 @@ def test_locks_pin_every_package_once_and_alike():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["first", "second", "fast"])
+@pytest.mark.parametrize("part", ["first", "second"])
 def test_what_runs_on_a_gpu_runs_on_a_cpu_tiny(part, tmp_path):
     """Each item of the fifteen minutes, so that none is lost to a name that has changed."""
     env = os.environ | {"GRPO_PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
