@@ -151,23 +151,32 @@ def read_metrics(file: Path, notes: list[str]) -> tuple[list[int], dict[str, lis
         if any(isinstance(values.get(key), str) for values in of_step.values()):
             odd.append(key)
         if "/health/" in key:
-            held[key] = [step for step in all_steps if of_step[step].get(key) == 1]
+            steps_held = [step for step in all_steps if of_step[step].get(key) == 1]
+            if steps_held:
+                held[key] = steps_held
     if odd:
         notes.append(f"not finite at some steps (crosses in the curves): {', '.join(odd[:8])} ({len(odd)} metrics)")
-    return steps, series, {key: steps_held for key, steps_held in held.items() if steps_held}
+    return steps, series, held
 
 
 def as_page(runs: list[dict], live_seconds: float) -> str:
     """The file. The longest texts are cut in their middle until all have room."""
     template = page_template()
-    all_samples = [(number, sample) for number, run in enumerate(runs) for sample in run["samples"]]
-    dumped = [sample for sample in all_samples if sample[1]["kind"] in (DUMPED, FORK)]
-    others = [sample for sample in all_samples if sample[1]["kind"] not in (DUMPED, FORK)]
-    keep_tokens(others, MAX_ALL_TOKENS - keep_tokens(dumped, MAX_ALL_TOKENS))
-    lengths = [len(text) for _, sample in all_samples for text in texts_of(sample)]
+    dumped = []  # with the number of their run, as others
+    others = []
+    for number, run in enumerate(runs):
+        for sample in run["samples"]:
+            if sample["kind"] in (DUMPED, FORK):
+                dumped.append((number, sample))
+            else:
+                others.append((number, sample))
+    num_kept = keep_tokens(dumped, MAX_ALL_TOKENS)
+    keep_tokens(others, MAX_ALL_TOKENS - num_kept)
+    lengths = [len(text) for _, sample in dumped + others for text in texts_of(sample)]
     page = ""
     for limit in (100_000, 30_000, 10_000, 3_000, 1_000, 300):
-        if sum(min(length, limit) for length in lengths) > MAX_TEXT:
+        num_characters = sum(min(length, limit) for length in lengths)
+        if num_characters > MAX_TEXT:
             continue
         data = page_data(runs, limit, live_seconds)
         text = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
@@ -244,9 +253,9 @@ def for_page(sample: dict, limit: int) -> dict:
     """A sample with texts of at most `limit` characters, as JSON."""
     record = {}
     for name in (*FIELDS, "rewards", "line"):
-        value = sample[name]
-        is_kept = is_number(value) and name not in TEXTS
-        record[name] = value if is_kept else str(value or "")
+        record[name] = sample[name]
+        if name in TEXTS or not is_number(sample[name]):
+            record[name] = str(sample[name] or "")
     for name in ("prompt", "reply"):
         record[name] = cut_in_the_middle(record[name], limit)
     record["tokens"] = numbers_for_page(sample["tokens"], str(sample["reply"]), limit)
@@ -302,25 +311,25 @@ def main() -> int:
     are_names_clear = "" not in names and len(set(names)) == len(names)
     if not are_names_clear:
         names = [str(folder) for folder in args.folders]
-    live = True
-    while live:
+    while True:
         have_all_ended = all((folder / "exit.json").exists() for folder in args.folders)
-        live = args.live and not have_all_ended
+        is_live = args.live and not have_all_ended
         start = time.monotonic()
         runs = []
         for folder, name in zip(args.folders, names, strict=True):
             runs.append(read_run(folder, name, MAX_SAMPLES // len(names)))
         pause = 0
-        if live:
+        if is_live:
             pause = max(LIVE_SECONDS, 4 * (time.monotonic() - start))
         file = args.folders[0] / "report.html"
         write_whole(file, as_page(runs, pause))  # a browser never reads half of it
         print(f"{file}: {file.stat().st_size / 1e3:,.0f} kB", flush=True)
+        if not is_live:
+            return 0
         try:
             time.sleep(pause)
         except KeyboardInterrupt:
             args.live = False  # once more: a last page that does not reload itself
-    return 0
 
 
 if __name__ == "__main__":

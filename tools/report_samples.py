@@ -265,7 +265,7 @@ def read_dump(folder: Path, logged: list[dict], notes: list[str], limit: int) ->
         if sample["step"] == step and sample["kind"] == "train":
             waiting.setdefault(key_of(sample), sample)
     merged = set()
-    sample = None
+    sample = None  # whose sequences are read: forks come behind the first one
     for line, record in enumerate(lines([])):
         if not record.get("is_fork"):
             sample = waiting.pop(key_of(record), None)
@@ -318,19 +318,26 @@ def merge(sample: dict, record: dict, columns: Tokens) -> None:
     sample["kind"] = DUMPED
     if not columns:
         return
-    turns, turn_tokens = record.get("turns"), record.get("turn_tokens")
-    if sample["tree"] and are_all(turns, int) and are_all(turn_tokens, int):
-        node_of_call = {node["call"]["number"]: node for node in sample["tree"] if "call" in node}
-        is_trained_T = ~np.isnan(columns["sampler"])
-        ends = np.cumsum(turn_tokens)
-        for number, num_tokens, end in zip(turns, turn_tokens, ends, strict=False):
-            columns_of_call = {name: x_T[is_trained_T][end - num_tokens : end] for name, x_T in columns.items()}
-            if number in node_of_call:
-                add_columns(node_of_call[number]["tokens"], columns_of_call)
+    if sample["tree"] and are_all(record.get("turns"), int) and are_all(record.get("turn_tokens"), int):
+        merge_calls(sample["tree"], record["turns"], record["turn_tokens"], columns)
         return
     if not sample["tokens"] and record["reply"] == sample["reply"]:
         sample["tokens"] = tokens_of(record)  # a logged sample behind the first ones of its step
     add_columns(sample["tokens"], columns)
+
+
+def merge_calls(tree: list[dict], turns: list[int], turn_tokens: list[int], columns: Tokens) -> None:
+    """Gives the calls of an agent the numbers of their tokens. turns: number of the call; turn_tokens: its trained
+    tokens."""
+    node_of_call = {node["call"]["number"]: node for node in tree if "call" in node}
+    is_trained_T = ~np.isnan(columns["sampler"])
+    start = 0
+    for number, num_tokens in zip(turns, turn_tokens, strict=False):
+        end = start + num_tokens
+        if number in node_of_call:
+            of_call = {name: column_T[is_trained_T][start:end] for name, column_T in columns.items()}
+            add_columns(node_of_call[number]["tokens"], of_call)
+        start = end
 
 
 def add_columns(tokens: Tokens, columns: Tokens) -> None:

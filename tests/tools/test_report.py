@@ -500,17 +500,21 @@ def test_live(tmp_path, monkeypatch, stopped):
     write(tmp_path, [{"step": 1}], exit_code=None)
     pages = []
 
-    def sleep(seconds):
+    def read_page():
         data = Page((tmp_path / "report.html").read_text(encoding="utf-8")).data
-        pages.append((seconds, data["live"], data["runs"][0]["steps"]))
-        if len(pages) < 4:
-            write(tmp_path, [{"step": i} for i in range(1, len(pages) + 2)], exit_code=0 if len(pages) == 3 else None)
-            if stopped and len(pages) == 2:
-                raise KeyboardInterrupt
+        pages.append((data["live"], data["runs"][0]["steps"]))
+
+    def sleep(seconds):
+        assert seconds == report.LIVE_SECONDS
+        read_page()
+        write(tmp_path, [{"step": i} for i in range(1, len(pages) + 2)], exit_code=0 if len(pages) == 3 else None)
+        if stopped and len(pages) == 2:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", sleep)
     assert call(monkeypatch, tmp_path, "--live") == 0
-    goes_on = [(report.LIVE_SECONDS, report.LIVE_SECONDS, list(range(1, n + 1))) for n in (1, 2, 3)]
-    last = [(0, 0, [1, 2, 3])] if stopped else [(0, 0, [1, 2, 3, 4])]
+    read_page()
+    goes_on = [(report.LIVE_SECONDS, list(range(1, n + 1))) for n in (1, 2, 3)]
+    last = [(0, [1, 2, 3])] if stopped else [(0, [1, 2, 3, 4])]
     assert pages == goes_on[: 2 if stopped else 3] + last
     assert [path.name for path in tmp_path.glob("report*")] == ["report.html"]
