@@ -178,32 +178,22 @@ def _report_what_is_left(report: Report, ours: Values, table: Mapping[str, Any],
 def _translated(system: str, name: str, table: Mapping[str, Any], written: Values, report: Report) -> Values:
     """Our keys whose values differ from our defaults. A key that they leave out has their default; a whole config, as
     they write it, leaves none out. ConfigError for values whose loss would change what is trained."""
-    rows = table["keys"]
-    is_whole = len(written) >= WHOLE
-    row_names = {key: _row_of(key, table) for key in written}
-    read: Values = {}
-    for key, value in written.items():
-        row = rows[row_names[key]]
-        if row_names[key] in (UNKNOWN, UNKNOWN_IN_TRAINING) and not is_whole:
-            _check_spelling(key, table, f"{name}: {NAMES[system]}")
-        counts = row.keys() - {"same", "none"}
-        if system == "verl" and counts and config_files.has_reference(value):
-            problem = f"{key}={text_of(value):.80}: only hydra knows what this reference is"
-            raise ConfigError(f"{name}: {problem}: {table['way_out']}, or add {key}=VALUE to this command")
-        read[key] = _typed(key, value, row, name)
-    values = _defaults(table) | read
+    defaults = _defaults(table)
+    rows = {key: _row_of(key, table) for key in (*defaults, *written)}
+    read = _read_values(system, name, table, written, rows)
+    values = defaults | read
     try:
         translation = TRANSLATE[system](values)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     ours: Values = dict(table["always"])
     asked: set[str] = set()  # our keys that they write
-    order = list(rows)
-    for key in sorted(values, key=lambda key: order.index(row_names.get(key, key))):
-        row = rows[row_names.get(key, key)]
+    order = list(table["keys"])
+    for key in sorted(values, key=lambda key: order.index(rows[key])):
+        row = table["keys"][rows[key]]
         meaning = _meaning(key, row, values, translation, table)
         ours |= meaning.keys
-        if key not in read or (is_whole and _has_default(key, read[key], table)):
+        if key not in read or (_is_whole(written) and _has_default(key, read[key], table)):
             _report_default(report, key, values[key], row, meaning, NAMES[system])
         else:
             asked |= meaning.keys.keys()
@@ -220,6 +210,27 @@ def _translated(system: str, name: str, table: Mapping[str, Any], written: Value
         if value is not None or key in ours:
             ours[key] = value
     return _differing(ours, asked, table, report)
+
+
+def _is_whole(written: Values) -> bool:
+    """Whether a system wrote the file, with every key that it has."""
+    return len(written) >= WHOLE
+
+
+def _read_values(system: str, name: str, table: Mapping[str, Any], written: Values, rows: Mapping[str, str]) -> Values:
+    """What they write, with numbers that are numbers. rows: key -> its row. ConfigError for a value that is none, or
+    that only hydra knows, and for a key that is like another one."""
+    read: Values = {}
+    for key, value in written.items():
+        row = table["keys"][rows[key]]
+        if rows[key] in (UNKNOWN, UNKNOWN_IN_TRAINING) and not _is_whole(written):
+            _check_spelling(key, table, f"{name}: {NAMES[system]}")
+        counts = row.keys() - {"same", "none"}
+        if system == "verl" and counts and config_files.has_reference(value):
+            problem = f"{key}={text_of(value):.80}: only hydra knows what this reference is"
+            raise ConfigError(f"{name}: {problem}: {table['way_out']}, or add {key}=VALUE to this command")
+        read[key] = _typed(key, value, row, name)
+    return read
 
 
 def _report_written(report: Report, key: str, value: Any, row: Mapping[str, Any], meaning: Meaning) -> None:
