@@ -121,6 +121,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _end_if_reset(self) -> None:
+        if self.transport.is_closing():
+            return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
 

@@ -33,9 +33,10 @@ def _listed_messages(text: str) -> list[dict] | None:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in found):
-        return found
-    return None
+    for message in found:
+        if not isinstance(message, dict) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+            return None
+    return found
 
 
 def _has_texts(message: dict) -> bool:
@@ -48,9 +49,10 @@ def _read_message(message: dict) -> dict:
     for key, value in message.items():
         if key == "content" and isinstance(value, list):
             read[key] = "".join(part["text"] for part in value)
-        elif key == "tool_calls" and value:
-            calls = _read_json(_without_nulls(value), list, key)
-            read[key] = [_read_call(_read_json(call, dict, "a call of tool_calls")) for call in calls]
+        elif key == "tool_calls":
+            calls = _read_json(_without_nulls(value) or [], list, key)
+            if calls:  # templates ask whether there is the key
+                read[key] = [_read_call(_read_json(call, dict, "a call of tool_calls")) for call in calls]
         elif key == "content" or value is not None:
             read[key] = value
     return {"content": None} | read

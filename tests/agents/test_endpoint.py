@@ -21,6 +21,7 @@ from agent_case import MAX_TOKENS, OPTIONS, TOOLS, as_calls, eight_calls, endpoi
 from base.agents.calls import sequence_of
 from base.agents.endpoint import Endpoint, certain_text
 from base.agents.parser import Parsed
+from base.agents.server import RESET_SECONDS
 from base.check import preflight
 from base.hf.tokenizer import Tokenizer
 from base.inputs.reader import load
@@ -394,7 +395,7 @@ def test_m1_a_streams_text_ends_before_what_may_become_a_stop_string():
         assert certain_text(text, strings) == text[:size]
 
 
-def test_l1_a_client_that_has_closed_its_side_gets_its_answer(case, endpoint):
+def test_l1_a_client_that_has_closed_its_side_gets_its_answer(case, endpoint, capfd):
     key, url = endpoint.open((1,), OPTIONS, -1, 100)
     port = endpoint.server.port
     path = url.partition(f":{port}")[2]
@@ -416,7 +417,8 @@ def test_l1_a_client_that_has_closed_its_side_gets_its_answer(case, endpoint):
     for content in answers:
         assert content.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").startswith(b"HTTP/1.1 200"), content
         assert content.endswith(b"}") or content.endswith(b"\n\n") or content.endswith(b"0\r\n\r\n")
-    assert len(endpoint.close(key).calls) == len(answers)
+    time.sleep(2 * RESET_SECONDS)
+    assert len(endpoint.close(key).calls) == len(answers) and capfd.readouterr().err == ""
 
 
 def test_f4_the_user_hears_why_no_tool_is_ever_called(case, capfd):

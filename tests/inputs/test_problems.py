@@ -223,6 +223,10 @@ def test_r1_tools_and_calls_are_the_same_from_each_kind_of_file(tokenizer):
     part_texts[3]["messages"] = json.dumps(part_texts[3]["messages"])
     loaded = [load(shows_all, rows).problems for rows in (padded, texts, each_text, part_texts)]
     loaded += [load(shows_all, [], data_path=file).problems for file in ("rows.parquet", "texts.parquet")]
+    without_calls = [
+        row | {"messages": [{"tool_calls": []} | message for message in row["messages"]]} for row in TOOL_ROWS
+    ]
+    loaded.append(load(shows_all, without_calls).problems)  # as of datasets
     for found in loaded:
         assert [row.prompt_ids for row in found] == [row.prompt_ids for row in want]
         assert [(row.messages, row.tools) for row in found] == [(row.messages, row.tools) for row in want]
