@@ -524,7 +524,8 @@ class DatasetConfig(Section):
     """The rows come from this jsonl, json or parquet file or hub dataset (org/name); null: dataset_name's own."""
     dataset_name: str | None = None
     """gsm8k, MATH-500, OpenMathInstruct-2, DeepScaler, AIME2024, AIME2025, AIME2026, DAPOMath17K and DAPOMathAIME2024
-    are known. A module:function of yours gets this section and returns a sequence of rows. null reads data_path."""
+    are known. A module:function of yours, which excludes a data_path, gets this section and returns a sequence of rows.
+    null reads data_path."""
     subset: str | None = None
     """This configuration of a hub dataset is read; null means dataset_name's own, or none."""
     split: str | None = None

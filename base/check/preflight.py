@@ -92,11 +92,14 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
 
 
 def _mean_prompt(inputs: RunInputs) -> float:
-    """Mean tokens of a prompt of the training sets, of the rows that are read."""
-    lengths = []
+    """Mean tokens of a prompt of the training sets. Rows that the scan did not read are not read here either: they
+    count as long as the others of their set."""
+    num_problems = 0
+    num_tokens = 0.0
     for dataset in inputs.train.datasets.values():
-        lengths += [len(problem.prompt_ids) for problem in dataset.problems]
-    return sum(lengths) / len(lengths)
+        num_problems += len(dataset.problems)
+        num_tokens += len(dataset.problems) * dataset.mean_prompt_tokens
+    return num_tokens / num_problems
 
 
 def _with_one_worker(cfg: Config) -> Config:

@@ -238,9 +238,9 @@ def _dataset_problems(cfg: Config) -> Iterator[str]:
     split_off = tuple(dataset for dataset in train if dataset.split_validation_size)
     validates = cfg.grpo.val_period or cfg.grpo.val_at_start or cfg.grpo.val_at_end
     unset = (DatasetConfig(),)
-    yield from _unnamed("data.train", train or unset, "name the jsonl file of training problems")
+    yield from _source_problems("data.train", train or unset, "name the jsonl file of training problems")
     needs_validation = validates and not split_off and not validation
-    yield from _unnamed(
+    yield from _source_problems(
         "data.validation", unset if needs_validation else validation, f"name a file, or {NO_VALIDATION}"
     )
     yield from _repeated("data.train", train)
@@ -263,11 +263,17 @@ def _selection_problems(cfg: Config) -> Iterator[str]:
         yield "data.shuffle=false has no effect on the rows of data.train.prompt_selection: set it to true"
 
 
-def _unnamed(key: str, sets: Sequence[DatasetConfig], hint: str) -> Iterator[str]:
+def _source_problems(key: str, sets: Sequence[DatasetConfig], hint: str) -> Iterator[str]:
     for number, dataset in enumerate(sets):
+        place = f"{key}.{number}" if len(sets) > 1 else key
+        function = dataset.dataset_name or ""
         if dataset.data_path is None and dataset.dataset_name is None:
-            place = f"{key}.{number}" if len(sets) > 1 else key
             yield f"{place}.data_path is not set: {hint}"
+        if dataset.data_path is not None and ":" in function:
+            yield (
+                f"{place}.data_path={dataset.data_path:.80} is not read beside dataset_name={function:.80}, "
+                f"a function of yours: set {place}.dataset_name=null to read the file, or remove data_path"
+            )
 
 
 def _repeated(key: str, sets: Sequence[DatasetConfig]) -> Iterator[str]:

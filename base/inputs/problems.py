@@ -40,9 +40,9 @@ class ProblemMaker:
         if self.cfg.processor:
             self.processor = import_attribute(self.cfg.processor, "processor")
         # task_name of a row -> environment. A row may not name arbitrary code: only the config does.
-        self.env_names = {name: name for name in ENVIRONMENTS} | dict(tasks)
-        for name in (None, self.cfg.set_name, self.cfg.env_name):
-            self.env_names[name] = self.cfg.env_name
+        # The name of a data set, or of its file, decides nothing.
+        self.env_names = {self.cfg.env_name: self.cfg.env_name} | {name: name for name in ENVIRONMENTS} | dict(tasks)
+        self.env_names[None] = self.cfg.env_name
 
     def __call__(self, number: int) -> Problem | str:
         where = self.source.where(number)

@@ -42,6 +42,7 @@ class Dataset:
     left_out: str = ""
     is_sample: bool = False  # only some rows were read; the others count as usable
     env_names: tuple[str, ...] = ()
+    mean_prompt_tokens: float = 0.0  # of the usable rows that were read
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,14 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     left_out: dict[str, array] = {}  # reason -> numbers of rows
     digest = hashlib.sha256()
     chunks: dict[str, list[Answer]] = {}
+    num_prompt_tokens = 0
     for number in Progress(f"{source.name}: rows checked", picked.tolist()):
         problem = maker(number)
         if isinstance(problem, str):
             left_out.setdefault(problem, array("q")).append(number)
             continue
         usable.append(number)
+        num_prompt_tokens += len(problem.prompt_ids)
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
         digest.update(json.dumps(content).encode())
         if is_held:
@@ -187,5 +190,6 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
         left_out=", ".join(reasons),
         is_sample=is_sample,
         env_names=tuple(chunks),
+        mean_prompt_tokens=num_prompt_tokens / len(usable),
     )
     return dataset, held

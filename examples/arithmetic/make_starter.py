@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from attention import PackLayout
@@ -159,7 +160,7 @@ def draw_batch(rng: random.Random, tokenizer: hf_tokenizer.Tokenizer, pairs: lis
 
 
 def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
-    """(prompt, reply) pairs as a pack: the arguments of `Decoder.forward`."""
+    """(prompt, reply) pairs as a pack: `Decoder.forward`'s arguments, and target_R, the tokens to predict at pos_R."""
     sequences.sort(key=lambda pair: len(pair[1]))  # neighbours of equal length are one call of attention
     tokens, positions, cu_seqlens, rows, targets = [], [], [0], [], []
     for prompt, answer in sequences:
@@ -190,8 +191,8 @@ def train(tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]]) -> De
 
 def teach(model: Decoder, optimizer: torch.optim.Optimizer, batch: dict) -> float:
     """A step of the optimizer on the mean negative log-likelihood of a pack's replies, which it returns."""
-    logp_R, _ = model(**batch)
-    loss = -logp_R.mean()
+    logits_RV = model(batch["token_T"], batch["position_T"], batch["layout"], batch["pos_R"])
+    loss = F.cross_entropy(logits_RV, batch["target_R"])
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)

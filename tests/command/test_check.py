@@ -92,6 +92,19 @@ def test_good_config_is_summed_up(work):
     ]
 
 
+def test_trials4_f2_a_data_path_beside_a_function_is_refused(work):
+    """It was ignored: the run trained on the function's rows."""
+    message = refused(work, "run.yaml", "data.train.dataset_name=examples.smollm2.conversions:train")
+    assert "data.train.data_path=train.jsonl" in message and "data.train.dataset_name=null" in message
+
+
+def test_trials4_f3_the_time_of_a_step_reads_no_row_that_the_scan_left_out(work):
+    rows = [json.dumps({"input": "1" * (60 if n % 50 == 0 else 3), "answer": "2"}) + "\n" for n in range(1, 6001)]
+    (work / "train.jsonl").write_text("".join(rows))
+    code, out, err = check(work, "--check", "run.yaml", "--gpu=h200")
+    assert (code, err) == (0, "") and " s a step on 1 H200 SXM (" in out
+
+
 def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     """The plan has no verdict where nobody knows the GPU; with one the exit code says it, after the plan."""
     first = "memory     GiB on each of 2 GPUs{}, packs of 8,192 tokens"

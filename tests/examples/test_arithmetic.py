@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from base.hf.tokenizer import Tokenizer
 from examples.arithmetic import make_problems, make_starter
-from model import load_policy
+from model import Decoder, ModelConfig, load_policy
 
 HERE = Path(make_problems.__file__).parent
 STARTER = HERE / "starter"
@@ -72,6 +74,15 @@ def test_configs_and_tokenizer_are_what_the_script_writes(tmp_path):
     assert sorted(path.name for path in STARTER.iterdir()) == sorted([*written, "model.safetensors"])
     for name in written:
         assert (tmp_path / name).read_bytes() == (STARTER / name).read_bytes(), name
+
+
+def test_agents3_2_a_step_of_make_starter_descends(tokenizer):
+    model = Decoder(ModelConfig.from_hf(make_starter.MODEL_CONFIG))
+    make_starter.init_weights(model, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    batch = make_starter.draw_batch(random.Random(0), tokenizer, [(37, 48), (12, 34)])
+    losses = [make_starter.teach(model, optimizer, batch) for _ in range(3)]
+    assert losses[2] < losses[1] < losses[0]
 
 
 def test_starter_knows_sums_and_forgets_the_carry(figures):

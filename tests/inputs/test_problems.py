@@ -58,6 +58,20 @@ def test_the_word_of_the_dataset_beside_a_foreign_task_name(tokenizer):
     assert "task_name 'algebra' is not an environment" in refused(tokenizer, rows, dataset_name="gsm8k", **keys)
 
 
+@pytest.mark.parametrize("name", ["math", "code", "calculator", "mine", "other"])
+def test_agents3_1_the_name_of_a_data_file_decides_no_grader(tokenizer, name):
+    """The same rows under another name go where they went, whatever their task_name names."""
+    tasks = {"mine": "m:C", "calculator": "calculator"}
+    rows = [GOOD | {"task_name": task} for task in ("math", "code", "calculator", "mine", None)]
+    expected = ["math", "code", "calculator", "m:C", "exact"]
+    file = Path(f"{name}.jsonl")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for keys in ({"data_path": str(file)}, {"name": name}):
+        assert [problem.env_name for problem in load(tokenizer, rows, tasks=tasks, **keys).problems] == expected
+    file.write_text(json.dumps(GOOD | {"task_name": "other"}) + "\n")
+    assert "task_name 'other' is not an environment" in refused(tokenizer, [], data_path=str(file))
+
+
 def test_prompts_go_around_the_last_user_message_and_a_rows_own_system_message_stays(tokenizer):
     Path("prompt.txt").write_text(r"<{}> \boxed{{}} {x}")
     Path("system.txt").write_text("Sys ü")
