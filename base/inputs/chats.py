@@ -55,7 +55,8 @@ def _read_message(message: dict) -> dict:
                 read[key] = [_read_call(_read_json(call, dict, "a call of tool_calls")) for call in calls]
         elif key == "content" or value is not None:
             read[key] = value
-    return {"content": None} | read
+    read.setdefault("content", None)  # the keys keep their order: the fingerprint of a dataset is of it
+    return read
 
 
 def _read_call(call: dict) -> dict:

@@ -43,6 +43,12 @@ def test_forms_of_a_row(tokenizer, row, keys, messages, answer):
     assert bytes(tokenizer.decode(found.prompt_ids), "utf-8") == "".join(text for _, text in messages).encode()
 
 
+def test_the_keys_of_a_message_keep_their_order():
+    """A dataset's fingerprint is of them: a run would not find its data again."""
+    for message in ({"role": "user", "content": "a", "name": "b"}, {"name": "b", "content": "a", "role": "user"}):
+        assert [*read_messages([message])[0]] == [*message]
+
+
 def test_tools_of_a_row(tokenizer):
     writes_tools = Tokenizer(tokenizer.file.parent, "{{ tools }} {{ messages[0].content }}")
     rows = load(writes_tools, [GOOD | {"tools": [CHAT_TOOL]}, GOOD | {"tools": []}]).problems
