@@ -7,6 +7,7 @@ import pytest
 from dataset_case import GOOD, USER, load, refused
 
 from base.hf.tokenizer import Tokenizer
+from base.inputs.chats import read_messages
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
