@@ -130,9 +130,9 @@ def gpu_by_name(argv: Sequence[str]) -> tuple[Gpu | None, list[str]]:
     word, others = last_value("--gpu=", argv)
     if word is None:
         return None, others
-    if word not in GPUS:
+    if word.lower() not in GPUS:
         raise ConfigError(f"--gpu={word:.80}: expected one of {', '.join(GPUS)}")
-    return GPUS[word], others
+    return GPUS[word.lower()], others
 
 
 def answer(argv: Sequence[str], usage: str) -> int:

@@ -122,9 +122,11 @@ class ModelConfig:
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
         force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
         or asks for what nobody computes here."""
+        _check_forms(hf, source)
         text, whole = hf, None
         if hf.get("model_type") in WHOLE:
             text, whole = text_fields(hf, source), WHOLE[hf["model_type"]]
+            _check_forms(text, source)
         is_native = text.get("model_type") in NATIVE and not force_hf
         kind = NativeConfig if is_native else BlocksConfig
         return dataclasses.replace(kind.read(text, source), config_json=hf, whole=whole)
@@ -482,6 +484,20 @@ class BlocksConfig(ModelConfig):
             max_position_embeddings=hf.get("max_position_embeddings"),
             hf=hf,
         )
+
+
+def _check_forms(hf: dict, source: str) -> None:
+    """ConfigError for a field of another form than the readers of all families rely on."""
+    kind = hf.get("model_type")
+    if not isinstance(kind, str | None):
+        raise ConfigError(f"{source}: model_type={kind!r:.80}: expected a text")
+    names = hf.get("architectures")
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if names is not None and not is_list:
+        raise ConfigError(f"{source}: architectures={names!r:.80}: expected a list of texts, or null")
+    for field in ("rope_parameters", "rope_scaling"):
+        if not isinstance(hf.get(field), dict | None):
+            raise ConfigError(f"{source}: {field}={hf[field]!r:.80}: expected an object, or null")
 
 
 def _check_values(hf: dict, source: str) -> None:

@@ -101,7 +101,7 @@ def test_trials4_f2_a_data_path_beside_a_function_is_refused(work):
 def test_trials4_f3_the_time_of_a_step_reads_no_row_that_the_scan_left_out(work):
     rows = [json.dumps({"input": "1" * (60 if n % 50 == 0 else 3), "answer": "2"}) + "\n" for n in range(1, 6001)]
     (work / "train.jsonl").write_text("".join(rows))
-    code, out, err = check(work, "--check", "run.yaml", "--gpu=h200")
+    code, out, err = check(work, "--check", "run.yaml", "--gpu=H200")
     assert (code, err) == (0, "") and " s a step on 1 H200 SXM (" in out
 
 
@@ -122,7 +122,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *words, "--gpu_memory=2")
     assert code == 2 and first.format(" with 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
-    code, out, err = check(work, *words, "--gpu=h200")
+    code, out, err = check(work, *words, "--gpu=H200")
     assert (code, err) == (0, "") and first.format(" with 141") in out and " s a step on 2 H200 SXM (" in out
     assert refused(work, "run.yaml", "--gpu=h1000").startswith("--gpu=h1000: expected one of ")
     assert refused(work, "run.yaml", "--gpu_memory=much") == (

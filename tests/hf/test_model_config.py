@@ -270,3 +270,11 @@ def test_a_run_refuses_a_kind_whose_sync_has_not_been_proven(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_config(kind).to_dict()))
     with pytest.raises(ConfigError, match=f"a {kind}: no sync"):
         read_policy_config(Config(), tmp_path)
+
+
+@pytest.mark.parametrize("force_hf", [False, True])
+@pytest.mark.parametrize("field", ["architectures", "rope_parameters", "rope_scaling", "model_type"])
+@pytest.mark.parametrize("value", [1, True, 1.5, [[1]], [1], [None]])
+def test_red_team4_m4_a_field_of_another_form_is_named(field, value, force_hf):
+    with pytest.raises(ConfigError, match=f"{field}="):
+        ModelConfig.from_hf(QWEN2 | {field: value}, force_hf=force_hf)
