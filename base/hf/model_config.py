@@ -495,6 +495,8 @@ def _check_forms(hf: dict, source: str) -> None:
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if names is not None and not is_list:
         raise ConfigError(f"{source}: architectures={names!r:.80}: expected a list of texts, or null")
+    if not isinstance(hf.get("layer_types"), list | None):
+        raise ConfigError(f"{source}: layer_types={hf['layer_types']!r:.80}: expected a list, or null")
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(hf.get(field), dict | None):
             raise ConfigError(f"{source}: {field}={hf[field]!r:.80}: expected an object, or null")
