@@ -491,12 +491,14 @@ def _check_forms(hf: dict, source: str) -> None:
     kind = hf.get("model_type")
     if not isinstance(kind, str | None):
         raise ConfigError(f"{source}: model_type={kind!r:.80}: expected a text")
-    names = hf.get("architectures")
-    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if names is not None and not is_list:
-        raise ConfigError(f"{source}: architectures={names!r:.80}: expected a list of texts, or null")
-    if not isinstance(hf.get("layer_types"), list | None):
-        raise ConfigError(f"{source}: layer_types={hf['layer_types']!r:.80}: expected a list, or null")
+    for field in ("architectures", "layer_types", "layers_block_type"):
+        texts = hf.get(field)
+        is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        if texts is not None and not is_list:
+            raise ConfigError(f"{source}: {field}={texts!r:.80}: expected a list of texts, or null")
+    pattern = hf.get("hybrid_override_pattern")
+    if not isinstance(pattern, str | None):
+        raise ConfigError(f"{source}: hybrid_override_pattern={pattern!r:.80}: expected a text, or null")
     for field in ("rope_parameters", "rope_scaling"):
         if not isinstance(hf.get(field), dict | None):
             raise ConfigError(f"{source}: {field}={hf[field]!r:.80}: expected an object, or null")

@@ -34,13 +34,16 @@ if __name__ == "__main__":
 TURN = Turn([], "", "stop", {name: "" for name in ("base_url", "seed", "is_validation", "tools")})
 
 
+NOT_OF_USERS = {"__init__", "sitecustomize"}  # Python imports these itself
+
+
 def names_of_the_repository():
     """(stems of the modules, folders): what a user may have, too; not what the standard library has."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [Path(line) for line in listed.splitlines()]
     folders = {part for path in paths for part in path.parts[:-1] if part.isidentifier()}
     modules = {path.stem for path in paths if path.suffix == ".py" and path.stem.isidentifier()}
-    return sorted(modules - folders - sys.stdlib_module_names - {"__init__"}), sorted(folders)
+    return sorted(modules - folders - sys.stdlib_module_names - NOT_OF_USERS), sorted(folders)
 
 
 def is_ours(name):

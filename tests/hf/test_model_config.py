@@ -281,7 +281,7 @@ def test_red_team4_m4_a_field_of_another_form_is_named(field, value, force_hf):
 
 
 @pytest.mark.parametrize("force_hf", [False, True])
-@pytest.mark.parametrize("value", [1, True, 1.5, "full_attention", {"0": "full_attention"}])
+@pytest.mark.parametrize("value", [1, True, 1.5, "full_attention", {"0": "full_attention"}, [[]], [1]])
 def test_layer_types_of_another_form_are_named(value, force_hf):
     with pytest.raises(ConfigError, match="layer_types"):
         ModelConfig.from_hf(QWEN2 | {"layer_types": value}, force_hf=force_hf)
