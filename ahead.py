@@ -12,7 +12,7 @@ in the step that trains them.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,96 +21,65 @@ from base.inputs.mixing import Cursor, Mixture
 from config import Config
 from metrics import Numbers
 from records import STEPS_BETWEEN_STOPS, Sample, SamplingOptions
-from rollout import Conversation, Prompts, Sampler, State
+from rollout import Conversation, Sampler, State
 
-Started = TypeVar("Started")  # what `start` returns
-
-
-class Batch(NamedTuple, Generic[Started]):
-    """A batch that has started, and the data cursor after its prompts."""
-
-    started: Started
-    cursor_after: Cursor
+if TYPE_CHECKING:
+    from run.split.generators import Generators
 
 
-InFlight = deque[Batch[Started]]  # oldest first
+class Ahead:
+    """batches: that have started, the oldest first: what the sampler's `start` returned, and the data cursor after the
+    batch."""
 
+    def __init__(self):
+        self.batches: deque[tuple[list[Conversation] | None, Cursor]] = deque()
 
-class Starts(Protocol[Started]):
-    """A sampler whose two halves can be called one after the other: Sampler, run.split.generators.Generators."""
-
-    def start(
-        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int
-    ) -> Started: ...
-
-    def finish(self, started: Started) -> list[Sample]: ...
-
-
-def draw_ahead(
-    sampler: Starts[Started],
-    in_flight: InFlight,
-    cfg: Config,
-    mixture: Mixture,
-    cursor: Cursor,
-    step: int,
-    num_steps: int,
-) -> tuple[list[Sample], Cursor]:
-    """Starts the batches of this step and of the next max_age, as far as they have not started; then returns the
-    oldest batch and the data cursor after it: that of this step, or of a later one if dynamic sampling asks again.
-    """
-    grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
-    # A custom_dataloader reads the run's metrics in the cursor; those in the cursor of a batch are as old as the batch.
-    newest_records = {"records": cursor["records"]}
-    num_wanted = 1 + min(grpo.async_grpo.max_age, num_steps - step)
-    while len(in_flight) < num_wanted:
-        newest_cursor = in_flight[-1].cursor_after if in_flight else cursor
-        before = newest_cursor | newest_records
-        problems, after = mixture.draw(before, grpo.prompts_per_batch)
-        # A prompt's number, and so its seeds, is its place in the data: dynamic sampling may move it to another step.
-        prompts = list(enumerate(problems, start=before["position"]))
-        # If a step draws again, two batches get the same step. The first of them is then trained before it.
-        step_of_batch = step + len(in_flight)
-        started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), step_of_batch)
-        in_flight.append(Batch(started, after))
-    batch = in_flight.popleft()
-    samples = sampler.finish(batch.started)
-    cursor_after = batch.cursor_after | newest_records
-    return samples, cursor_after
-
-
-class AheadSampler(Sampler):
-    """A sampler that draws batches before their step."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.in_flight: InFlight[list[Conversation]] = deque()
-
-    def draw_batch(
-        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
+    def draw(
+        self, sampler: "Sampler | Generators", cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
     ) -> tuple[list[Sample], Cursor]:
-        if cfg.grpo.async_grpo.max_age == 0:
-            return super().draw_batch(cfg, mixture, cursor, step, num_steps, number)
-        return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
+        """Starts the batches of this step and of the next max_age, as far as they have not started; then returns the
+        oldest batch and the data cursor after it: that of this step, or of a later one if dynamic sampling asks again.
+        """
+        grpo, options = cfg.grpo, SamplingOptions.of(cfg.policy.generation)
+        # A custom_dataloader reads the run's metrics in the cursor; those in a batch's cursor are as old as the batch.
+        newest_records = {"records": cursor["records"]}
+        newest_cursor = cursor
+        if self.batches:
+            _, newest_cursor = self.batches[-1]
+        num_wanted = 1 + min(grpo.async_grpo.max_age, num_steps - step)
+        while len(self.batches) < num_wanted:
+            before = newest_cursor | newest_records
+            problems, newest_cursor = mixture.draw(before, grpo.prompts_per_batch)
+            # A prompt's number, and so its seeds, is its place in the data: dynamic sampling may move it to another
+            # step.
+            prompts = list(enumerate(problems, start=before["position"]))
+            # If a step draws again, two batches get the same step. The first of them is then trained before it.
+            step_of_batch = step + len(self.batches)
+            started = sampler.start(prompts, grpo.num_generations_per_prompt, options, (grpo.seed,), step_of_batch)
+            self.batches.append((started, newest_cursor))
+        started, cursor_after = self.batches.popleft()
+        samples = sampler.finish(started)
+        return samples, cursor_after | newest_records
 
-    def _wait_for_others(self) -> None:
+    def decode_until_others_end(self, sampler: Sampler) -> None:
         """Decodes for later steps while other engines finish this one. The all_reduce completes once every engine has
         joined it. It is polled, never waited for: a rank with nothing to decode returns and waits in the next
         collective, where the watchdog sees it."""
-        if not self.in_flight or self.ranks.dp_size == 1:
+        if not self.batches or sampler.ranks.dp_size == 1:
             return
         others = dist.all_reduce(torch.zeros(1), async_op=True)
-        while not self.engine.is_idle or self.led:
-            others_work = self.ranks.any_rank_of_engine(not others.is_completed())
+        while sampler.has_work:
+            others_work = sampler.ranks.any_rank_of_engine(not others.is_completed())
             if not others_work:
                 return
             for _ in range(STEPS_BETWEEN_STOPS):
-                self.step()
+                sampler.step()
 
-    def groups_under_way(self) -> dict[int, bool]:
-        """Group of a later step -> whether all its first replies have ended (of a led conversation: its rollout).
+    def groups_under_way(self, sampler: Sampler) -> dict[int, bool]:
+        """Group of a later step -> whether all its first replies have ended (of an agent's conversation: its rollout).
         Further turns start at their step. A collective of all ranks that generate."""
-        under_way = [conversation for conversations, _ in self.in_flight for conversation in conversations]
-        missing = torch.tensor([self._is_missing(conversation) for conversation in under_way], dtype=torch.int32)
+        under_way = [conversation for conversations, _ in self.batches for conversation in conversations]
+        missing = torch.tensor([_is_missing(conversation, sampler) for conversation in under_way], dtype=torch.int32)
         dist.all_reduce(missing)
         is_whole = {conversation.sample.prompt: True for conversation in under_way}
         for conversation, num_missing in zip(under_way, missing.tolist(), strict=True):
@@ -118,11 +87,12 @@ class AheadSampler(Sampler):
                 is_whole[conversation.sample.prompt] = False
         return is_whole
 
-    def _is_missing(self, conversation: Conversation) -> bool:
-        """Whether this rank still waits for its first reply, or for the environment that leads it."""
-        if not conversation.request_id or conversation.state is State.DONE:
-            return False
-        return conversation.request_id not in self.engine.unclaimed
+
+def _is_missing(conversation: Conversation, sampler: Sampler) -> bool:
+    """Whether this rank still waits for its first reply, or its agent."""
+    if conversation.state in (State.ELSEWHERE, State.DONE):
+        return False
+    return conversation.request_id not in sampler.engine.unclaimed
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:

@@ -307,10 +307,10 @@ class Sample:
 
     prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
     group. sequences: its tokens. The first is the conversation; an agent that branched, or changed what it had said,
-    has further ones. expected: the row's answer. num_turns: replies; of an agent, num_calls. is_led: by an agent.
-    messages: the conversation, kept after grading for a reward model alone. engine: which one drew the sample.
-    is_filtered: it is not trained on, whatever its mask says; if it was graded, its reward stays in the baseline of
-    its group. advantage: of all its tokens, or of each turn (advantages.py). number: in its minibatch.
+    has further ones. expected: the row's answer. num_turns: replies; of an agent, num_calls. by_agent: whether an agent
+    asked for its replies. messages: the conversation, kept after grading for a reward model alone. engine: which one
+    drew the sample. is_filtered: it is not trained on, whatever its mask says; if it was graded, its reward stays in
+    the baseline of its group. advantage: of all its tokens, or of each turn (advantages.py). number: in its minibatch.
 
     Example: prompt 0, index 3, one sequence, finish_reason "stop", grade of reward 1.0 and outcome "ok".
     """
@@ -325,7 +325,7 @@ class Sample:
     env_name: str = ""
     dataset: str = ""
     num_turns: int = 1
-    is_led: bool = False
+    by_agent: bool = False
     num_calls: int = 0
     messages: list[dict] = field(default_factory=list)
     engine: int = 0

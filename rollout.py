@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import envs
 from advantages import filter_overlong, is_mixed, shape_rewards
@@ -27,6 +27,11 @@ from base.system.ranks import Ranks, any_rank, gather
 from config import Config
 from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions, TokenSequence, groups_of, sample_seed
 
+if TYPE_CHECKING:
+    from ahead import Ahead
+    from base.agents.endpoint import Endpoint
+    from run.split.generators import Generators
+
 Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
 Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
 VALIDATION = 0  # in place of the number of the step that trains a sample
@@ -35,13 +40,15 @@ OPEN_TAG_TOKENS = 32  # of the end of a prompt, in which the tag is looked for
 
 
 class State(Enum):
-    """Where a conversation stands: READY, DRAWING, DRAWN, GRADING, then READY again or DONE. One that an agent leads is
-    in GRADING from its start until it is DONE. On the ranks of other engines a conversation stays READY."""
+    """Where a conversation stands, as its engine's ranks see it. It begins READY or WITH_AGENT. A conversation that is
+    READY passes through the next three states, and is then READY again or DONE."""
 
+    ELSEWHERE = "another engine draws it"
     READY = "its next reply can be asked for"
     DRAWING = "the engine draws a reply"
     DRAWN = "its reply waits for the replies of its group"
-    GRADING = "the environment grades its reply; or an agent leads it"
+    GRADING = "the environment grades its reply"
+    WITH_AGENT = "an agent asks for its replies, and grades it"
     DONE = "it is graded"
 
 
@@ -55,8 +62,8 @@ class Conversation:
         self.options = options
         self.seed_key = seed_key
         self.step = step
-        self.state = State.READY
-        self.request_id = ""  # of the reply in progress or the agent's rollout; "" on other engines
+        self.state = State.ELSEWHERE
+        self.request_id = ""  # of the reply in progress, or the agent's rollout
         self.reply_ids: list[int] = []  # of the last turn
         self.turn: envs.Turn | None = None  # what the environment is to grade
         self.env_state: dict = {}  # the environment's, after the last turn
@@ -109,7 +116,7 @@ class Conversation:
         sample, grade = self.sample, self.sample.grade
         sample.num_turns += 1
         grade.reward += result.reward
-        if not sample.is_led:  # an agent's turns have their rewards
+        if not sample.by_agent:  # an agent's turns have their rewards
             grade.turn_rewards.append(result.reward)
         for name, reward in result.rewards.items():
             grade.rewards[name] = grade.rewards.get(name, 0) + reward
@@ -141,18 +148,8 @@ def seed_of(conversation: Conversation) -> int:
     return sample_seed(*key)
 
 
-class AgentEndpoint(Protocol):
-    """What the sampler needs of base.agents.endpoint.Endpoint."""
-
-    def open(
-        self, seed_key: tuple[int, ...], options: SamplingOptions, priority: int, max_calls: int
-    ) -> tuple[str, str]: ...
-
-    def finish(self, key: str, sample: Sample, result: envs.StepResult, is_trained: bool) -> envs.StepResult: ...
-
-    def before_step(self) -> None: ...
-
-    def shut_down(self) -> None: ...
+def in_state(conversations: Sequence[Conversation], state: State) -> list[Conversation]:
+    return [conversation for conversation in conversations if conversation.state is state]
 
 
 class RewardModel(Protocol):
@@ -165,9 +162,9 @@ class Sampler(AbstractContextManager):
     """Draws and grades conversations. As a context manager it closes the environments if the run ended without error.
 
     max_turns: most replies in a conversation. max_error_fraction, max_crashed_fraction: the shares of a call's samples
-    that may end in these outcomes. reward_model: where an environment asks for it. endpoint: for agents. led: the
-    conversations that agents lead, by request id, also those of later steps. stop: whether to give up waiting for
-    grades.
+    that may end in these outcomes. reward_model: where an environment asks for it. endpoint: for agents. ahead: of a
+    run that starts batches before their step. stop: whether to give up waiting for grades. rollouts: the conversations
+    that are with agents, by request id, also those of later steps.
     """
 
     def __init__(
@@ -180,7 +177,8 @@ class Sampler(AbstractContextManager):
         max_error_fraction: float = 1.0,
         max_crashed_fraction: float = 1.0,
         reward_model: RewardModel | None = None,
-        endpoint: AgentEndpoint | None = None,
+        endpoint: "Endpoint | None" = None,
+        ahead: "Ahead | None" = None,
         stop: Callable[[], bool] = lambda: False,
     ):
         self.engine = engine
@@ -190,9 +188,10 @@ class Sampler(AbstractContextManager):
         self.max_turns = max_turns
         self.reward_model = reward_model
         self.endpoint = endpoint
+        self.ahead = ahead
         self.grading = Grading(environments, stop)
         self.failures = Failures(max_error_fraction, max_crashed_fraction, ranks.print_rank0)
-        self.led: dict[str, Conversation] = {}
+        self.rollouts: dict[str, Conversation] = {}
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None:  # else a grader may still be working, and this process ends anyway
@@ -200,16 +199,6 @@ class Sampler(AbstractContextManager):
                 environment.close()
             if self.endpoint:
                 self.endpoint.shut_down()
-
-    def draw_batch(
-        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
-    ) -> tuple[list[Sample], Cursor]:
-        """Batch `number`, from 0, of the batches of a step, and the data cursor after it. num_steps: for ahead.py."""
-        grpo = cfg.grpo
-        problems, cursor = mixture.draw(cursor, grpo.prompts_per_batch)
-        prompts = list(enumerate(problems, start=number * grpo.prompts_per_batch))
-        options, seed_key = SamplingOptions.of(cfg.policy.generation), (grpo.seed, step)
-        return self.sample(prompts, grpo.num_generations_per_prompt, options, seed_key, step), cursor
 
     def sample(
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
@@ -227,28 +216,26 @@ class Sampler(AbstractContextManager):
         running."""
         if step == VALIDATION:
             self.engine.preempt()
-        shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
         conversations = []
+        started_here = []
+        shares = deal(prompts, num_samples, self.ranks.dp_size, options.max_new_tokens, self.grading.whole_groups)
         for dp_rank, share in enumerate(shares):
-            dealt = []
             for number, (problem, prompt, index) in enumerate(share):
                 conversation = Conversation(problem, prompt, index, options, seed_key, step)
                 sample = conversation.sample
                 sample.engine = dp_rank
                 sample.sequence.holder = dp_rank * self.ranks.tp_size + number % self.ranks.tp_size
-                sample.is_led = sample.env_name in self.grading.leading
-                dealt.append(conversation)
-            if dp_rank == self.ranks.dp_rank:
-                self._begin(dealt)
-            conversations += dealt
-        return conversations
-
-    def _begin(self, conversations: list[Conversation]) -> None:
-        """Agents start, and the engine starts the first replies of all other conversations."""
-        for conversation in conversations:
-            if conversation.sample.is_led:
+                sample.by_agent = sample.env_name in self.grading.agents
+                conversations.append(conversation)
+                if dp_rank == self.ranks.dp_rank:
+                    started_here.append(conversation)
+        for conversation in started_here:
+            if conversation.sample.by_agent:
                 self._open_rollout(conversation)
-        self._ask_ready(conversations)
+            else:
+                conversation.state = State.READY
+        self._ask_ready(started_here)
+        return conversations
 
     def _open_rollout(self, conversation: Conversation) -> None:
         """Opens the endpoint for a rollout, and starts the agent."""
@@ -256,22 +243,20 @@ class Sampler(AbstractContextManager):
         key = (*conversation.seed_key, sample.prompt, sample.index)
         max_calls = self.environments[problem.env_name].cfg.max_calls
         conversation.request_id, url = self.endpoint.open(key, conversation.options, conversation.step, max_calls)
-        conversation.state = State.GRADING
-        self.led[conversation.request_id] = conversation
+        conversation.state = State.WITH_AGENT
+        self.rollouts[conversation.request_id] = conversation
         given = {
             "base_url": url,
             "seed": sample_seed(*key),
             "is_validation": conversation.step == VALIDATION,
             "tools": problem.tools,
         }
-        # Not a reply: it starts the agent, which finds what it is given in the state.
-        turn = envs.Turn(problem.messages, problem.answer, "stop", state=given, fields=problem.fields)
-        if self.ranks.leads_engine:
-            self.grading.begin(problem.env_name, {conversation.request_id: turn})
+        if self.ranks.is_tp_leader:
+            self.grading.begin_rollout(conversation.request_id, problem, given)
 
     def _ask_ready(self, conversations: list[Conversation]) -> None:
         """The engine starts the next reply of each conversation that is READY. All have the same options and step."""
-        ready = [conversation for conversation in conversations if conversation.state is State.READY]
+        ready = in_state(conversations, State.READY)
         if not ready:
             return
         prompts = [conversation.sample.sequence.token_ids for conversation in ready]
@@ -297,17 +282,15 @@ class Sampler(AbstractContextManager):
         stop = None
         self.grading.raised.clear()
         try:
-            started_here = [c for c in conversations if c.request_id]  # "" where another engine draws the sample
+            started_here = [c for c in conversations if c.state is not State.ELSEWHERE]
             self._converse(started_here)
         except (Interrupted, StopRun) as error:
             stop = error
             self.engine.abort()
-        self._wait_for_others()
+        if self.ahead:
+            self.ahead.decode_until_others_end(self)
         if any_rank(stop is not None):
             raise next(error for error in gather(stop) if error)
-
-    def _wait_for_others(self) -> None:
-        """What this engine does until the others have finished. Nothing: `any_rank` waits. ahead.py decodes here."""
 
     def _share(self, conversations: list[Conversation]) -> list[Sample]:
         """The samples of all ranks in their order, with the reward model's scores."""
@@ -331,7 +314,7 @@ class Sampler(AbstractContextManager):
         A turn is a reply of at most max_new_tokens and, while the environment is not done, its observation: the tokens
         that the chat template adds after the reply. finish_reason: "stop" (the environment was done), "length" (a reply
         was cut, or the next one has no room), "max_turns" (the environment was not done)."""
-        for name in self.grading.leading:  # agents' deadlines leave out the time that the engine slept
+        for name in self.grading.agents:  # agents' deadlines leave out the time that the engine slept
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         parts = self._graded_together(conversations)
         while any(conversation.state is not State.DONE for conversation in conversations):
@@ -373,35 +356,45 @@ class Sampler(AbstractContextManager):
     def _collect_results(self, conversations: list[Conversation], turns: dict[str, list[Turns]]) -> None:
         """Has these turns graded, and takes the results that are there; waits for one if there is nothing else to do.
         One rank of an engine grades for all of them, because a deadline might give two ranks two verdicts."""
-        awaited = {c.request_id: c for c in conversations if c.state is State.GRADING}
-        awaited |= self.led  # of later steps too: their results arrive now
+        grading = in_state(conversations, State.GRADING)
+        awaited = {conversation.request_id: conversation for conversation in grading}
+        awaited |= self.rollouts  # of later steps too: their results arrive now
         if not awaited:
             return
         # Wait only if there is nothing to decode, no reply that has ended and is not taken yet (its state is DRAWING),
         # and no agent that may ask for one.
-        is_drawing = any(conversation.state is State.DRAWING for conversation in conversations)
-        must_wait = self.engine.is_idle and not is_drawing and not self.led
+        is_drawing = len(in_state(conversations, State.DRAWING)) > 0
+        must_wait = self.engine.is_idle and not is_drawing and not self.rollouts
         results = self.ranks.broadcast_from_tp_leader(partial(self.grading.grade, turns, block=must_wait))
         for request_id, result in results.items():
             conversation = awaited[request_id]
-            if request_id in self.led:
-                del self.led[request_id]
+            if conversation.state is State.WITH_AGENT:
+                del self.rollouts[request_id]
                 result = self.endpoint.finish(request_id, conversation.sample, result, conversation.is_trained)
             conversation.add_result(result, self.tokenizer, self.engine.max_total_tokens, self.max_turns)
 
     def _decode(self, conversations: list[Conversation]) -> None:
         """Draws a token of each running request, if there are any. Where this step only waits for grades, the requests
         of later steps go on."""
-        drawing = {c.request_id: c for c in conversations if c.state is State.DRAWING}
-        is_grading = any(conversation.state is State.GRADING for conversation in conversations)
-        if drawing or self.led or (is_grading and not self.engine.is_idle):
+        drawing = {conversation.request_id: conversation for conversation in in_state(conversations, State.DRAWING)}
+        waits_for_grades = len(in_state(conversations, State.GRADING)) > 0 and not self.engine.is_idle
+        if drawing or self.rollouts or waits_for_grades:
             self._answer_calls()
             self.engine.advance(drawing)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a token to decode, or an agent that may ask for one."""
+        return not self.engine.is_idle or bool(self.rollouts)
 
     def step(self) -> None:
         """Decodes a token of each running request."""
         self._answer_calls()
         self.engine.step()
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """As `Ahead.groups_under_way`."""
+        return self.ahead.groups_under_way(self)
 
     def _answer_calls(self) -> None:
         """Agents get the replies that have ended, and what they ask for starts."""
@@ -463,96 +456,134 @@ class StepSamples:
 
 
 def sample_step(
-    sampler: Sampler, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
+    sampler: "Sampler | Generators", cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
 ) -> StepSamples:
     """The samples to train on, with shaped rewards and after the overlong filter; equal on all ranks.
 
     With use_dynamic_sampling, batches of num_prompts_per_step * batch_multiplier prompts are drawn until enough groups
     have unequal unshaped rewards. Groups beyond what the step needs wait, in case that the chosen ones cannot be
     trained, and are discarded at the end. If no sample of the step can be trained, say because all were cut, others are
-    drawn. Prompt numbers continue from batch to batch, so that no two samples of a step share a seed. Here every rank
-    has the numbers of all samples, but ids and texts only of its own: what reads those belongs before `share_samples`.
+    drawn. Here every rank has the numbers of all samples, but ids and texts only of its own: what reads those belongs
+    before `share_samples`.
 
     Raises StopRun if dynamic_sampling_max_gen_batches batches are too few; dynamic_sampling_when_exhausted=train trains
     the groups that there are instead.
     """
     grpo = cfg.grpo
-    generated: list[Sample] = []
-    trained: list[Sample] = []
-    waiting: list[list[Sample]] = []  # groups that the step can still choose
-    num_batches = num_skipped = num_overlong = num_missing = 0
-    while not any(sample.num_trained_tokens for sample in trained):
-        num_skipped += len(trained)
-        while len(waiting) < grpo.num_prompts_per_step and num_batches < grpo.dynamic_sampling_max_gen_batches:
-            batch, cursor = sampler.draw_batch(cfg, mixture, cursor, step, num_steps, num_batches)
-            generated += batch
-            num_batches += 1
-            groups = groups_of(batch)
-            shape_rewards(batch, grpo, cfg.policy.generation.max_new_tokens)
-            if grpo.use_dynamic_sampling:
-                groups = [group for group in groups if is_mixed(group, grpo.turn_level_advantages)]
-            waiting += groups
+    draw = StepDraw(sampler, cfg, mixture, cursor, step, num_steps)
+    draw.choose()
+    num_skipped = 0
+    while not any(sample.num_trained_tokens for sample in draw.chosen):
+        num_skipped += len(draw.chosen)
+        draw.choose()
+    metrics: dict[str, float] = {"num_overlong_filtered": draw.num_overlong, "num_skipped_samples": num_skipped}
+    if grpo.use_dynamic_sampling:
+        metrics["dynamic_sampling_num_gen_batches"] = draw.num_batches
+        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, draw.waiting))
+        metrics["dynamic_sampling_num_missing_groups"] = grpo.num_prompts_per_step - len(groups_of(draw.chosen))
+    return StepSamples(draw.chosen, draw.generated, draw.cursor, metrics)
 
-        has_enough = len(waiting) >= grpo.num_prompts_per_step
-        takes_fewer = grpo.dynamic_sampling_when_exhausted == "train" and len(waiting) > 0
+
+class StepDraw:
+    """The samples of a step while it draws them. generated: all. waiting: groups that the step can still choose.
+    chosen: copies of the samples chosen last, of which num_overlong are filtered. cursor: after all drawn prompts."""
+
+    def __init__(
+        self, sampler: "Sampler | Generators", cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
+    ):
+        self.sampler = sampler
+        self.cfg = cfg
+        self.mixture = mixture
+        self.cursor = cursor
+        self.step = step
+        self.num_steps = num_steps
+        self.num_batches = 0
+        self.generated: list[Sample] = []
+        self.waiting: list[list[Sample]] = []
+        self.chosen: list[Sample] = []
+        self.num_overlong = 0
+
+    def choose(self) -> None:
+        """Chooses the groups that have waited longest. Raises StopRun if there are too few."""
+        grpo = self.cfg.grpo
+        self.fill_waiting()
+        has_enough = len(self.waiting) >= grpo.num_prompts_per_step
+        takes_fewer = grpo.dynamic_sampling_when_exhausted == "train" and len(self.waiting) > 0
         if not has_enough and not takes_fewer:
-            stop = StopRun(_nothing_to_train(trained, generated, len(waiting), num_batches, cfg))
-            stop.cursor = cursor
-            raise stop
-
-        chosen = waiting[: grpo.num_prompts_per_step]
-        waiting = waiting[grpo.num_prompts_per_step :]
-        num_missing = grpo.num_prompts_per_step - len(chosen)
-        trained = []
-        for number, group in enumerate(chosen):
-            trained += [replace(sample, prompt=number) for sample in group]
+            raise StopRun(self.why_too_few(), self.cursor)
+        groups = self.waiting[: grpo.num_prompts_per_step]
+        self.waiting = self.waiting[grpo.num_prompts_per_step :]
+        self.chosen = []
+        for number, group in enumerate(groups):
+            self.chosen += [replace(sample, prompt=number) for sample in group]
         if grpo.overlong_filtering:
-            num_overlong = filter_overlong(trained)
-        for sample in trained:
+            self.num_overlong = filter_overlong(self.chosen)
+        for sample in self.chosen:
             if not sample.grade.is_valid:
                 sample.is_filtered = True
 
-    metrics: dict[str, float] = {"num_overlong_filtered": num_overlong, "num_skipped_samples": num_skipped}
-    if grpo.use_dynamic_sampling:
-        metrics["dynamic_sampling_num_gen_batches"] = num_batches
-        metrics["dynamic_sampling_num_discarded_valid_samples"] = sum(map(len, waiting))
-        metrics["dynamic_sampling_num_missing_groups"] = num_missing
-    return StepSamples(trained, generated, cursor, metrics)
+    def fill_waiting(self) -> None:
+        """Draws batches until enough groups wait, or the step may draw no more."""
+        grpo = self.cfg.grpo
+        while len(self.waiting) < grpo.num_prompts_per_step:
+            if self.num_batches == grpo.dynamic_sampling_max_gen_batches:
+                return
+            batch = self.draw_batch()
+            self.num_batches += 1
+            self.generated += batch
+            shape_rewards(batch, grpo, self.cfg.policy.generation.max_new_tokens)
+            for group in groups_of(batch):
+                if not grpo.use_dynamic_sampling or is_mixed(group, grpo.turn_level_advantages):
+                    self.waiting.append(group)
 
+    def draw_batch(self) -> list[Sample]:
+        """The samples of the next batch of prompts."""
+        grpo = self.cfg.grpo
+        if grpo.async_grpo.max_age > 0:
+            batch, self.cursor = self.sampler.ahead.draw(
+                self.sampler, self.cfg, self.mixture, self.cursor, self.step, self.num_steps
+            )
+            return batch
+        problems, self.cursor = self.mixture.draw(self.cursor, grpo.prompts_per_batch)
+        first = self.num_batches * grpo.prompts_per_batch  # no two samples of a step share a seed
+        prompts = list(enumerate(problems, start=first))
+        options = SamplingOptions.of(self.cfg.policy.generation)
+        seed_key = (grpo.seed, self.step)
+        return self.sampler.sample(prompts, grpo.num_generations_per_prompt, options, seed_key, self.step)
 
-def _nothing_to_train(
-    trained: Sequence[Sample], generated: Sequence[Sample], num_mixed: int, num_batches: int, cfg: Config
-) -> str:
-    """Why the batches of a step were too few, and what to do."""
-    grpo = cfg.grpo
-    if trained and grpo.overlong_filtering:
-        num_cut = len([sample for sample in trained if sample.finish_reason == "length"])
+    def why_too_few(self) -> str:
+        """Why the batches of the step were too few, and what to do."""
+        grpo = self.cfg.grpo
+        if self.chosen:
+            return self._why_untrained()
+        groups = groups_of(self.generated)
+        num_solved = num_failed = 0
+        for group in groups:
+            are_right = [sample.grade.outcome == "ok" for sample in group]
+            if all(are_right):
+                num_solved += 1
+            elif not any(are_right):
+                num_failed += 1
+        remedies = ["train on problems that this model solves now and then"]
+        if grpo.dynamic_sampling_when_exhausted != "train":
+            remedies.append("set grpo.dynamic_sampling_when_exhausted=train")
         return (
-            f"no sample of {num_batches} batches can be trained on: of those chosen last, {num_cut} of {len(trained)} "
-            f"ran into policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
-            "grpo.overlong_filtering=true, and the others have loss_multiplier=0, or were not graded. Allow longer "
-            "responses, or set overlong_filtering=false"
+            f"dynamic sampling: {self.num_batches} batches ({len(groups)} prompts) gave {len(self.waiting)} groups of "
+            f"unequal rewards; a step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {num_solved} "
+            f"groups every answer was right, in {num_failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, "
+            f"grpo.batch_multiplier or grpo.num_generations_per_prompt, or {', or '.join(remedies)}"
         )
-    if trained:
-        reasons = [f"; {reason_of(sample)}" for sample in trained if sample.grade.message]
-        return (
-            f"no sample of {num_batches} batches can be trained on: of those chosen last, all rows have "
-            f"loss_multiplier=0, or were not graded{''.join(reasons[:1])}"
-        )
-    groups = groups_of(generated)
-    num_solved = num_failed = 0
-    for group in groups:
-        are_right = [sample.grade.outcome == "ok" for sample in group]
-        if all(are_right):
-            num_solved += 1
-        elif not any(are_right):
-            num_failed += 1
-    remedies = ["train on problems that this model solves now and then"]
-    if grpo.dynamic_sampling_when_exhausted != "train":
-        remedies.append("set grpo.dynamic_sampling_when_exhausted=train")
-    return (
-        f"dynamic sampling: {num_batches} batches ({len(groups)} prompts) gave {num_mixed} groups of unequal rewards; "
-        f"a step needs grpo.num_prompts_per_step={grpo.num_prompts_per_step}. In {num_solved} groups every answer was "
-        f"right, in {num_failed} none was. Raise grpo.dynamic_sampling_max_gen_batches, grpo.batch_multiplier or "
-        f"grpo.num_generations_per_prompt, or {', or '.join(remedies)}"
-    )
+
+    def _why_untrained(self) -> str:
+        """Why the samples chosen last cannot be trained."""
+        cfg = self.cfg
+        said = f"no sample of {self.num_batches} batches can be trained on: of those chosen last,"
+        if cfg.grpo.overlong_filtering:
+            return (
+                f"{said} {self.num_overlong} of {len(self.chosen)} ran into "
+                f"policy.generation.max_new_tokens={cfg.policy.generation.max_new_tokens} with "
+                "grpo.overlong_filtering=true, and the others have loss_multiplier=0, or were not graded. Allow longer "
+                "responses, or set overlong_filtering=false"
+            )
+        reasons = [f"; {reason_of(sample)}" for sample in self.chosen if sample.grade.message]
+        return f"{said} all rows have loss_multiplier=0, or were not graded{''.join(reasons[:1])}"

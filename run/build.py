@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
-from ahead import AheadSampler
 from attention import uses_flash_attention
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.weights import full_shapes
@@ -229,9 +228,12 @@ def build_sampler(
         agents = [inputs.environments[agent.name] for agent in cfg.env.agents if agent.name in inputs.environments]
         endpoint = build_endpoint(cfg, inputs, ranks, engine, agents=agents)
     limits = cfg.grpo.max_rollout_turns, cfg.env.max_error_fraction, cfg.env.max_crashed_fraction
-    may_start_early = cfg.grpo.async_grpo.enabled or ranks.generates
-    kind = AheadSampler if may_start_early else Sampler
-    return kind(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, stop=stop)
+    ahead = None
+    if cfg.grpo.async_grpo.enabled or ranks.generates:
+        from ahead import Ahead
+
+        ahead = Ahead()
+    return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, ahead, stop)
 
 
 def build_endpoint(cfg: Config, inputs: RunInputs, ranks: Ranks, engine: Engine, **options) -> "Endpoint":

@@ -275,14 +275,14 @@ def _record_of(sample: Sample, tokenizer: Tokenizer) -> dict:
     record["expected"] = sample.expected[:MAX_EXPECTED]
     if sample.grade.message:  # of an agent that failed
         record["message"] = sample.grade.message
-    if sample.is_led:
+    if sample.by_agent:
         record["rows"] = [_calls_of(sample, sequence) for sequence in sample.sequences]
     return record
 
 
 def _calls_of(sample: Sample, sequence: TokenSequence) -> list[dict]:
-    """The calls of a sequence that an agent led, in their order: number of the call in its rollout, messages that the
-    agent added, reply, ids of the reply as they were drawn, whether they are trained, reward and advantage."""
+    """The calls of an agent's sequence, in their order: number of the call in its rollout, messages that the agent
+    added, reply, ids of the reply as they were drawn, whether they are trained, reward and advantage."""
     calls = []
     for call, number in zip(sequence.calls, sequence.turns, strict=True):
         tokens = sequence.tokens[call["start"] : call["end"]]
@@ -302,7 +302,7 @@ def _calls_of(sample: Sample, sequence: TokenSequence) -> list[dict]:
 def _add_tokens(record: dict, sample: Sample, tokenizer: Tokenizer) -> None:
     """Adds the tokens, for the report's colours: of each the text, and the sampler's log-probability, null where the
     mask is False. An agent's calls get their own. Nothing is computed: rank 0 has all of it."""
-    if sample.is_led:
+    if sample.by_agent:
         for sequence, calls in zip(sample.sequences, record["rows"], strict=True):
             for call, record_of_call in zip(sequence.calls, calls, strict=True):
                 record_of_call |= _texts_and_logps(sequence.tokens[call["start"] : call["end"]], tokenizer)

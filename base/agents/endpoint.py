@@ -79,7 +79,7 @@ class Endpoint:
         self.streams: dict[str, Stream] = {}  # by the engine's request ids
         self.has_seen_tools = False
         self.server: Server | None = None
-        if ranks.leads_engine:
+        if ranks.is_tp_leader:
             addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
             self.server = Server(lambda key: key in self.rollouts, ranks.print_rank0, [LOOPBACK, *sorted(addresses)])
             if clients_sample:

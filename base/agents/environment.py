@@ -1,4 +1,4 @@
-"""Agents as environments: a job of a worker leads a conversation from its start to its reward (worker.py)."""
+"""Agents as environments: a job of a worker is a whole rollout, from its start to its reward (worker.py)."""
 
 import json
 import math
@@ -15,6 +15,7 @@ from config import AgentConfig, ConfigError, shortened
 from envs import OUTCOMES, StepResult, Turn
 from judges.codec import Json
 from judges.pool import Graded
+from records import Problem
 
 LOOPBACK = "127.0.0.1"
 WORKER = Path(__file__).resolve().with_name("worker.py")
@@ -24,10 +25,10 @@ class Agent(PoolEnvironment):
     """A program that asks the endpoint, and gives the reward of what it did. Raises ConfigError, with the key, where it
     cannot be started.
 
-    A turn is a whole rollout: its state has base_url, seed and is_validation.
+    It grades no turns: the engine draws what it asks for.
     """
 
-    leads = True  # its conversations: the engine draws what it asks for
+    is_agent = True
 
     def __init__(self, cfg: AgentConfig, kwargs: dict[str, Json], num_ranks: int):
         self.cfg = cfg
@@ -74,17 +75,19 @@ class Agent(PoolEnvironment):
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: an agent gets its row as JSON: {error}") from error
 
-    def job(self, turn: Turn) -> dict:
-        given = {"messages": turn.messages, "answer": turn.answer, "row": turn.fields}
+    def rollout_job(self, problem: Problem, given: dict[str, Json]) -> dict:
+        """What a worker gets. given: base_url, seed, is_validation, tools."""
+        row = {"messages": problem.messages, "answer": problem.answer, "row": problem.fields}
         command = [os.path.abspath(word) if os.path.exists(word) else word for word in self.cfg.command or ()]
         program = {"function": self.cfg.function, "command": command, "kwargs": self.kwargs}
-        job = given | program | turn.state | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
+        job = row | program | given | {"deadline_s": self.cfg.deadline_s, "isolation": self.cfg.isolation}
         if self.cfg.address:
             job["base_url"] = job["base_url"].replace(LOOPBACK, self.cfg.address)
         return job
 
-    def result(self, turn: Turn, graded: Graded) -> StepResult:
-        """state: call_rewards; or what went wrong, and whether the agent crashed, which the policy may have caused."""
+    def result(self, turn: Turn | None, graded: Graded) -> StepResult:
+        """Of a rollout, which has no turn. state: call_rewards; or what went wrong, and whether the agent crashed,
+        which the policy may have caused."""
         if graded.outcome == "timeout":
             return StepResult(0.0, "timeout", state={"message": graded.message})
         if graded.outcome == "error":

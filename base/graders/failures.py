@@ -52,14 +52,14 @@ class Failures:
         """A program that fails at whatever the policy writes would otherwise train nothing to the end of the run."""
         rollouts: dict[str, list[Sample]] = defaultdict(list)
         for sample in samples:
-            if sample.is_led:
+            if sample.by_agent:
                 rollouts[sample.env_name].append(sample)
-        for agent, led in rollouts.items():
-            if any(sample.grade.outcome != "crashed" for sample in led):
+        for agent, of_agent in rollouts.items():
+            if any(sample.grade.outcome != "crashed" for sample in of_agent):
                 self.crashed_agents.discard(agent)
             elif agent in self.crashed_agents:
-                said = f"all rollouts of this agent crashed in two steps running, {len(led)} in this one"
-                raise StopRun(f"{said}; the first: {reason_of(led[0])}")
+                said = f"all rollouts of this agent crashed in two steps running, {len(of_agent)} in this one"
+                raise StopRun(f"{said}; the first: {reason_of(of_agent[0])}")
             else:
                 self.crashed_agents.add(agent)
 

@@ -21,6 +21,7 @@ from base.system.exits import Interrupted, StopRun
 from base.system.imports import describe
 from config import ConfigError
 from envs import Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
+from records import Problem
 
 if TYPE_CHECKING:
     from judges.pool import Graded
@@ -36,18 +37,19 @@ class Grading:
 
     stop: whether to give up waiting, asked while it waits. raised: what environments raised, for the caller to read
     and clear. whole_groups, special_tokens: the environments that have these attributes. jobs: those whose turns go to
-    workers; a class with a step() of its own is not one. leading: agents, whose turns are whole rollouts.
+    workers; a class with a step() of its own is not one. agents: their rollouts are graded as
+    wholes.
     """
 
     def __init__(self, environments: Mapping[str, Environment], stop: Callable[[], bool] = lambda: False):
         self.environments = environments
         self.stop = stop
         self.raised: list[str] = []
-        # Environment -> number of a job in its pool -> (name, turn)
-        self.jobs: dict[str, dict[int, tuple[str, Turn]]] = {}
+        # Environment -> number of a job in its pool -> (name, turn); an agent's rollout has no turn
+        self.jobs: dict[str, dict[int, tuple[str, Turn | None]]] = {}
         self.whole_groups: set[str] = set()
         self.special_tokens: set[str] = set()
-        self.leading: set[str] = set()
+        self.agents: set[str] = set()
         for name, environment in environments.items():
             if getattr(type(environment), "step", None) is PoolEnvironment.step:
                 self.jobs[name] = {}
@@ -55,8 +57,8 @@ class Grading:
                 self.whole_groups.add(name)
             if getattr(environment, "special_tokens", False):
                 self.special_tokens.add(name)
-            if getattr(environment, "leads", False):
-                self.leading.add(name)
+            if getattr(environment, "is_agent", False):
+                self.agents.add(name)
         self.threads: dict[str, SimpleQueue[tuple[Turns, ...]]] = {}  # environment -> what its thread is asked
         # For `grade` to return, or raise. Not a SimpleQueue: CPython 3.11's get(timeout) waits without end if a signal
         # comes as the time runs out.
@@ -108,6 +110,14 @@ class Grading:
                 threading.Thread(target=self._work, args=(env_name, device), name=env_name, daemon=True).start()
             self.threads[env_name].put(parts)
 
+    def begin_rollout(self, name: str, problem: Problem, given: dict[str, object]) -> None:
+        """Starts the problem's agent. Its result has this name, as that of a turn. given: of `Agent.rollout_job`."""
+        env_name = problem.env_name
+        agent = self.environments[env_name]
+        with self._failures(env_name, [name]):
+            number = agent.submit(agent.rollout_job(problem, given))
+            self.jobs[env_name][number] = name, None
+
     def _poll(self, env_name: str, seconds: float) -> "dict[int, Graded]":
         """The jobs that have ended, by number."""
         try:
@@ -115,7 +125,7 @@ class Grading:
         except StopRun as stop:
             raise StopRun(f"env_name '{env_name}': {stop}") from stop
 
-    def _read(self, env_name: str, name: str, turn: Turn, graded: "Graded | None") -> None:
+    def _read(self, env_name: str, name: str, turn: Turn | None, graded: "Graded | None") -> None:
         self._grade(env_name, lambda turns: [self.environments[env_name].result(turns[0], graded)], {name: turn})
 
     def _grade(self, env_name: str, step: Callable[[list[Turn]], Sequence[StepResult]], *parts: Turns) -> None:

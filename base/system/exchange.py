@@ -40,7 +40,7 @@ def share_samples(samples: list[Sample], part_names: Sequence[str]) -> None:
         if sample.sequence.holder == rank:
             continue
         samples[place] = found[sample.prompt, sample.index]
-        if not sample.is_led:
+        if not sample.by_agent:
             samples[place].sequence.prompt_ids = sample.sequence.prompt_ids
 
 
@@ -51,7 +51,7 @@ def _without_tokens(sample: Sample, part_names: Sequence[str]) -> Sample:
     told = without_tokens(sample)
     for sequence in told.sequences:
         sequence.calls = []
-        if not sample.is_led:
+        if not sample.by_agent:
             sequence.prompt_ids = []
     return told
 
@@ -140,8 +140,8 @@ def move_to_log(samples: Sequence[Sample], bridge: Bridge | None) -> None:
 
 
 def move_calls(samples: Sequence[Sample]) -> None:
-    """Gives all ranks what agents asked in these samples, in place. A collective if an agent led one of them."""
-    sequences = [sequence for sample in samples if sample.is_led for sequence in sample.sequences]
+    """Gives all ranks what agents asked in these samples, in place. A collective if one of them is an agent's."""
+    sequences = [sequence for sample in samples if sample.by_agent for sequence in sample.sequences]
     if not sequences:
         return
     rank = dist.get_rank()

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,9 @@ class StopRun(Exception):
     """A check of the run itself says that going on would be wrong; the message says what was seen and what it means.
     cursor: of the data after the prompts that were the reason, if they were: a resumed run draws those after them."""
 
-    cursor: dict | None = None
+    def __init__(self, message: str, cursor: Mapping[str, object] | None = None):
+        super().__init__(message)
+        self.cursor = cursor
 
 
 class Saved(Exception):

@@ -90,7 +90,7 @@ class Ranks:
             say(text)
 
     @property
-    def leads_engine(self) -> bool:
+    def is_tp_leader(self) -> bool:
         """Whether this rank reports its engine's samples: all ranks of an engine hold the same ones."""
         return self.rank % self.tp_size == 0
 

@@ -3,7 +3,6 @@
 `Generators` stands in the loop where an engine and a sampler stand in a job that is not split, so the loop is the same.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ahead import AheadSampler, Batch, InFlight, draw_ahead
+from ahead import Ahead
 from base.hf.tokenizer import Tokenizer
-from base.inputs.mixing import Cursor, Mixture
 from base.system.exchange import move_calls, send_tokens, without_tokens
 from base.system.exits import Interrupted, Saved, StopRun
 from base.system.ranks import Ranks, any_rank, gather
@@ -36,7 +34,7 @@ class Generators(AbstractContextManager):
         self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
-        self.in_flight: InFlight[None] = deque()  # the generators have the conversations
+        self.ahead = Ahead()  # the generators have the conversations
         self.groups: dict[int, bool] = {}  # under way at the newest sync
 
     def __exit__(self, kind, error, trace) -> None:
@@ -69,16 +67,8 @@ class Generators(AbstractContextManager):
         """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
         return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
 
-    def draw_batch(
-        self, cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int, number: int
-    ) -> tuple[list[Sample], Cursor]:
-        """As AheadSampler.draw_batch."""
-        if cfg.grpo.async_grpo.max_age == 0:
-            return Sampler.draw_batch(self, cfg, mixture, cursor, step, num_steps, number)
-        return draw_ahead(self, self.in_flight, cfg, mixture, cursor, step, num_steps)
-
     def groups_under_way(self) -> dict[int, bool]:
-        """As AheadSampler.groups_under_way, at the newest sync."""
+        """As Sampler.groups_under_way, at the newest sync."""
         return self.groups
 
     def generate(
@@ -100,7 +90,7 @@ class Generators(AbstractContextManager):
         """Nothing, likewise."""
 
 
-def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> None:
+def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
     """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
     answer, so the trainers end a run in one way wherever it stops."""
     bridge = sampler.ranks.bridge
@@ -113,7 +103,7 @@ def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> No
             continue
         if task == "start":
             conversations = sampler.start(*arguments)
-            sampler.in_flight.append(Batch(conversations, cursor_after={}))  # the trainers have the cursor
+            sampler.ahead.batches.append((conversations, {}))  # the trainers have the cursor
             continue
         try:
             answer = _answer(task, arguments, sampler, device, watchdog)
@@ -122,19 +112,18 @@ def serve(sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> No
         bridge.broadcast(answer, root=bridge.num_trainers)
 
 
-def _next_request(sampler: AheadSampler, watchdog: Watchdog) -> tuple:
+def _next_request(sampler: Sampler, watchdog: Watchdog) -> tuple:
     """The trainers' next request. Until it is there, the engine decodes what is under way, and looks between steps."""
-    engine = sampler.engine
     ranks = sampler.ranks
     request = ranks.bridge.announce(async_op=True)
     watchdog.enter("waiting for the trainers", waits=True)
-    while (sampler.led or not engine.is_idle) and not ranks.any_rank_of_engine(request.is_completed()):
+    while sampler.has_work and not ranks.any_rank_of_engine(request.is_completed()):
         sampler.step()
     request.wait()
     return ranks.bridge.broadcast(None, root=0)
 
 
-def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.device, watchdog: Watchdog) -> Any:
+def _answer(task: str, arguments: list, sampler: Sampler, device: torch.device, watchdog: Watchdog) -> Any:
     """What a generator does for a request. A collective of all generators."""
     engine = sampler.engine
     ranks = sampler.ranks
@@ -142,8 +131,8 @@ def _answer(task: str, arguments: list, sampler: AheadSampler, device: torch.dev
         if any_rank(engine.should_stop()):  # no trainer has heard of it
             raise Interrupted
         if task == "finish":
-            batch = sampler.in_flight.popleft()
-            samples = sampler.finish(batch.started)
+            conversations, _ = sampler.ahead.batches.popleft()
+            samples = sampler.finish(conversations)
         else:
             samples = sampler.sample(*arguments)
         move_calls(samples)

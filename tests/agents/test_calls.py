@@ -240,7 +240,7 @@ def rollouts(rng):
         if index == 4:
             outcome = "error" if prompt == 1 else "crashed"
         grade = Grade(float(rng.random()), outcome)
-        samples.append(Sample(prompt, index, 0, rows, grade, is_led=True))
+        samples.append(Sample(prompt, index, 0, rows, grade, by_agent=True))
     return samples
 
 

@@ -45,7 +45,7 @@ def test_agents_lead_conversations_of_their_own_kinds(case):
     samples = sample(case, [GOOD, TURNS, COMMAND], inputs, turns={"near": 0.75})
     assert [(s.prompt, s.index) for s in samples] == [(i, j) for i in range(4) for j in range(2)]
     for s in samples:
-        assert s.is_led and s.grade.message == "" and s.oldest_version == 3 and s.num_turns == 1
+        assert s.by_agent and s.grade.message == "" and s.oldest_version == 3 and s.num_turns == 1
         assert sum(row.tokens["mask"].sum() for row in s.sequences) == s.num_trained_tokens > 0
         turns = {}
         for row in s.sequences:

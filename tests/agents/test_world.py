@@ -11,8 +11,8 @@ import pytest
 from agent_case import started
 
 from config import AgentConfig
-from envs import Turn
 from judges.pool import GraderPool
+from records import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -31,7 +31,19 @@ if __name__ == "__main__":
     json.load(sys.stdin)
     print(json.dumps(solve()))
 """
-TURN = Turn([], "", "stop", {name: "" for name in ("base_url", "seed", "is_validation", "tools")})
+PROBLEM = Problem(0, [], "", "a", [])
+GIVEN = dict.fromkeys(("base_url", "seed", "is_validation", "tools"), "")
+
+
+def submit(agent, **row):
+    return agent.submit(agent.rollout_job(replace(PROBLEM, fields=row), GIVEN))
+
+
+def result_of(agent, number):
+    graded = {}
+    while number not in graded:
+        graded |= agent.poll(1.0)
+    return agent.result(None, graded[number])
 
 
 NOT_OF_USERS = {"__init__", "sitecustomize"}  # Python imports these itself
@@ -87,12 +99,9 @@ def interpreter(tmp_path_factory):
 def grade_all(programs):
     """All at once: each imports nothing but the modules of its own folder."""
     agents = [started(AgentConfig(name="a", num_workers=1, **program)) for program in programs]
-    numbers = [agent.pool.submit(agent.job(TURN)) for agent in agents]
+    numbers = [submit(agent) for agent in agents]
     for agent, number, program in zip(agents, numbers, programs, strict=True):
-        graded = {}
-        while number not in graded:
-            graded |= agent.pool.poll(1.0)
-        result = agent.result(TURN, graded[number])
+        result = result_of(agent, number)
         assert (result.outcome, result.extracted) == ("ok", "[]"), (program, result)
         agent.close()
 
@@ -142,7 +151,7 @@ def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):
         if path:
             monkeypatch.setenv("PYTHONPATH", path)
         agent = started(AgentConfig(name="a", num_workers=1, command=(sys.executable, "-c", program % path)))
-        [result] = agent.step([TURN])
+        result = result_of(agent, submit(agent))
         assert result.reward == 1, result
         agent.close()
 
@@ -173,7 +182,7 @@ def test_agents3_4_a_client_of_the_process_lives_as_long_as_the_process(tmp_path
     (tmp_path / "keeps.py").write_text(KEEPS_A_CLIENT)
     agent = started(AgentConfig(name="a", num_workers=1, function=f"{tmp_path}/keeps.py:solve"))
     for _ in range(4):
-        [result] = agent.step([TURN])
+        result = result_of(agent, submit(agent))
         assert result.outcome == "ok", result.state
     agent.close()
 
@@ -213,11 +222,11 @@ def test_agents3_5_6_an_exit_says_what_was_printed_last(tmp_path, kind):
     program = {"command": (sys.executable, str(file))} if kind == "command" else {"function": f"{file}:{kind}"}
     agent = started(AgentConfig(name="a", num_workers=1, **program))
     for code, said in CODES.items():
-        [result] = agent.step([replace(TURN, fields={"code": code})])
+        result = result_of(agent, submit(agent, code=code))
         message = result.state["message"]
         assert said in message and ("code 1" in message or "with 1" in message), (code, message)
         assert result.state["crashed"]
     for code, said in (("sys.exit('bye')", "bye"), ("sys.exit(3)", "3: it wrote nothing")):
-        [result] = agent.step([replace(TURN, fields={"code": code})])
+        result = result_of(agent, submit(agent, code=code))
         assert said in result.state["message"], result.state
     agent.close()

@@ -84,7 +84,7 @@ def test_every_metric_has_a_row_and_every_row_a_metric(records):
     written = {key for record in [*records, *read(COMMITTED)] for key in record} | keys_of_other_machines()
     several = [
         with_grade(SAMPLES[0], rewards={"a": 1.0}),
-        replace(SAMPLES[1], engine=1, is_led=True),
+        replace(SAMPLES[1], engine=1, by_agent=True),
     ]  # parts, engines, agents
     written |= {f"train/{key}" for key in sample_metrics(several, several) | agent_metrics(several)}
     assert undocumented(written) == [], "docs/metrics.md has no row of these"

@@ -40,8 +40,6 @@ class StubSampler:
         self.version = version
         self.rewards_of, self.lengths, self.calls = rewards_of, lengths, []
 
-    draw_batch = Sampler.draw_batch
-
     def sample(self, prompts, num_samples, options, seed_key, step):
         assert (num_samples, options.temperature, options.max_new_tokens, step) == (SIZE, 1.0, 256, 5)
         assert seed_key[1] == 5

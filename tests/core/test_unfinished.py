@@ -12,7 +12,7 @@ from tiny import VOCAB_SIZE
 
 import engine as engine_module
 import envs
-from ahead import AheadSampler, age_metrics
+from ahead import Ahead, age_metrics
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from base.inputs.mixing import Mixture
@@ -166,7 +166,7 @@ def split_samples(engine, policies, ranks, seed):
     requests += [(5, (*started, 2)), finished, finished, (0, ("end",))]
     script = Script(policies, requests)
     ranks = replace(ranks, bridge=script)
-    sampler = AheadSampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
+    sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks, ahead=Ahead())
     engine.unclaimed.clear()
     engine.drains = False
     watchdog = SimpleNamespace(step=0, enter=lambda phase, waits=False: None)
@@ -317,12 +317,12 @@ def simulate(max_age, ranks, *, num_steps, slots):
     )
     cfg = Config(grpo=grpo, data=DataConfig(shuffle=False))
     engine = timed(slots)
-    sampler = AheadSampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks)
+    sampler = Sampler(engine, FakeTokenizer(), {"exact": envs.Exact()}, ranks, ahead=Ahead())
     mixture = Mixture([Dataset("rows.jsonl", rows, "", "rows")], cfg)
     cursor, steps, waits, ages = mixture.start(), [], [], []
     for step in range(1, num_steps + 1):
         before = engine.ticks
-        due = {request.request_id for request in sampler.in_flight[0][0]} if sampler.in_flight else set()
+        due = {request.request_id for request in sampler.ahead.batches[0][0]} if sampler.ahead.batches else set()
         samples = sample_step(sampler, cfg, mixture, cursor, step, num_steps)
         needed = max((engine.ended[name] for name in due), default=engine.ticks)
         waits.append((engine.ticks, max(before, needed)))
@@ -372,7 +372,7 @@ def test_a_users_sampler_sees_the_newest_metrics(one_rank):
         dynamic_sampling_max_gen_batches=3,
     )
     cfg = Config(grpo=replace(grpo, async_grpo=AsyncGRPOConfig(enabled=True, max_trajectory_age_steps=2)))
-    sampler = AheadSampler(timed(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0])
+    sampler = Sampler(timed(9), FakeTokenizer(), {"exact": envs.Exact()}, one_rank[0], ahead=Ahead())
     for step in (1, 2):
         with pytest.raises(StopRun, match="3 batches"):  # no group has unequal rewards
             sample_step(sampler, cfg, SimpleNamespace(draw=draw), {"position": 9, "records": {"step": step}}, step, 99)

@@ -15,7 +15,7 @@ def samples_of(**outcomes):
         for index, letter in enumerate(letters):
             message = f"why {index}" if letter in "ce" else ""
             grade = Grade(0.0, names[letter], message=message)
-            samples.append(Sample(0, index, 0, [TokenSequence([1])], grade=grade, env_name=agent, is_led=True))
+            samples.append(Sample(0, index, 0, [TokenSequence([1])], grade=grade, env_name=agent, by_agent=True))
     return samples
 
 

@@ -127,8 +127,7 @@ def test_what_a_check_stops_is_saved_and_exported_between_steps_alone(monkeypatc
 
     def stopped(step=3, amid=False, cursor=None, **options):
         run = replace(run_after(step, **options), ranks=ALONE, watchdog=SimpleNamespace(enter=lambda phase: None))
-        stop = StopRun("why")
-        stop.cursor = cursor
+        stop = StopRun("why", cursor)
         if amid:
             with run.timer("policy_training"):
                 pass

@@ -41,7 +41,7 @@ def join_sides(folder):
         "announced": announced,
         "rank": [ranks.job_rank, ranks.job_size, ranks.rank, ranks.world_size, dist.get_rank(), dist.get_world_size()],
         "env": [os.environ["RANK"], os.environ["WORLD_SIZE"]],
-        "engine": [ranks.generates, ranks.tp_size, ranks.dp_size, ranks.leads_engine],
+        "engine": [ranks.generates, ranks.tp_size, ranks.dp_size, ranks.is_tp_leader],
         "of_engine": ranks.any_rank_of_engine(ranks.job_rank == 3),
         "side": gather(ranks.job_rank),
         "job": gather(ranks.job_rank, ranks.job),
