@@ -15,7 +15,7 @@ import torch
 
 from base.system.exits import exit_process
 from base.system.ranks import Ranks, start_process_group
-from bench.train_step import QWEN, TINY, TOKENIZER, config_of, head_of, random_batch, random_policy, seconds
+from bench.train_step import QWEN, TINY, TOKENIZER, config_of, head_of, median_seconds, random_batch, random_policy
 from grpo import compute_gradients
 
 EIGHT = QWEN | {
@@ -42,7 +42,7 @@ def profile(device: torch.device, ranks: Ranks, dry: bool, out: Path) -> list[st
         cfg = config_of("one pass", f"policy.sequence_packing.share_prefix={share_prefix}")
         batch = random_batch(cfg, TOKENIZER[model.config.vocab_size], 4 if dry else 32, ranks, device)
         run = partial(compute_gradients, model, head_options, batch, cfg)
-        wall = seconds(run, 3)
+        wall = median_seconds(run, 3)
         with torch.profiler.profile(profile_memory=False) as measured:
             run()
         rows = measured.key_averages()
@@ -84,7 +84,7 @@ def blocks(device: torch.device, ranks: Ranks, dry: bool) -> list[str]:
             if not dry:
                 model.compile_blocks()
             batch = random_batch(cfg, TOKENIZER[model.config.vocab_size], 4 if dry else 32, ranks, device)
-            time_of[num_layers] = seconds(partial(compute_gradients, model, head_options, batch, cfg), 2)
+            time_of[num_layers] = median_seconds(partial(compute_gradients, model, head_options, batch, cfg), 2)
             num_tokens = sum(len(micro.token_T) for micro in batch.micros)
             del model, batch
         num_blocks = hf["num_hidden_layers"] - 1
