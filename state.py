@@ -16,10 +16,10 @@ the convolution.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from itertools import groupby
 from types import FunctionType, MethodType
 
@@ -28,9 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from attention import GatherRows, PackLayout, rows_to_gather
+from base.hf.families import DELTA_CHUNK, HAS_FLA
 
-HAS_FLA = find_spec("fla") is not None
-DELTA_CHUNK = 64  # rows that transformers' gated delta rule computes at once
 PADDING = {"dt": -torch.inf}  # softplus(-inf) = 0: no step of time; of all other inputs 0
 
 
@@ -184,7 +183,7 @@ class Launches:
     @classmethod
     @lru_cache(maxsize=2)
     def of(cls, layout: PackLayout, chunk_size: int | None) -> "Launches":
-        """chunk_size: None for back to back; else a call's segments have, in chunks, at least half of the longest."""
+        """chunk_size: None for back to back. Else a call's segments have, in chunks, four fifths of the longest."""
         num_tokens = layout.bounds[-1]
         device = layout.cu_queries.device
         launches = []
@@ -224,8 +223,9 @@ def _members(layout: PackLayout, chunk_size: int | None) -> list[list[int]]:
     def call_of(segment: int) -> tuple[bool, int]:
         size = 0
         if chunk_size is not None:
-            chunks_before_last = (len(layout.rows(segment)) - 1) // chunk_size
-            size = chunks_before_last.bit_length()
+            chunks = math.ceil(len(layout.rows(segment)) / chunk_size)
+            step = 2 ** max(0, chunks.bit_length() - 3)
+            size = math.ceil(chunks / step) * step
         return layout.prefixes[segment] >= 0, size
 
     segments = sorted(range(len(layout.prefixes)), key=call_of)

@@ -8,11 +8,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 from config import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
+HAS_FLA = find_spec("fla") is not None  # the package fla-core, with a kernel of the gated delta rule for CUDA
+DELTA_CHUNK = 64  # rows that transformers' own gated delta rule computes at once
 VECTORS = ("A_log", "D", "dt_bias")  # of a recurrence, a number for each head
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron's pattern
 OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # until transformers 5
@@ -171,6 +174,25 @@ class Whole:
         return {"model.": self.body, "lm_head.": self.head}
 
 
+class StateSizes(NamedTuple):
+    """Of a layer with state. channels, width: of the convolution. inner: inputs of the last matrix. heads: of the
+    recurrence, 0 if there is none; the state of each is [key_dim, value_dim], and transformers' own code computes
+    `chunk` rows at once."""
+
+    channels: int
+    width: int
+    inner: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    chunk: int
+
+    @property
+    def state(self) -> int:
+        """Numbers of the state of a recurrence."""
+        return self.heads * self.key_dim * self.value_dim
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mamba:
     """Layers of Mamba 2: their module, and the fields of config.json with their sizes. `groups` of heads have a vector
@@ -188,20 +210,32 @@ class Mamba:
     in_bias: Switch = MAMBA_BIAS
     out_bias: Switch = MAMBA_BIAS
     layer_type = "linear_attention"
+    flops_of_state = 4  # for each of its numbers and a row: B x is added, and C reads
 
     @property
     def fields(self) -> tuple[str, ...]:
         """Those that config.json must have."""
         return self.heads, self.head_dim, self.groups, self.state, self.width, self.chunk
 
+    def sizes(self, hf: dict) -> StateSizes:
+        heads = hf[self.heads]
+        inner = heads * hf[self.head_dim]
+        return StateSizes(
+            channels=inner + 2 * hf[self.groups] * hf[self.state],
+            width=hf[self.width],
+            inner=inner,
+            heads=heads,
+            key_dim=hf[self.state],
+            value_dim=hf[self.head_dim],
+            chunk=hf[self.chunk],
+        )
+
     def shapes(self, hf: dict) -> Shapes:
         """Within a layer."""
         hidden = hf["hidden_size"]
-        heads = hf[self.heads]
-        inner = heads * hf[self.head_dim]
-        channels = inner + 2 * hf[self.groups] * hf[self.state]
+        channels, width, inner, heads, *_ = self.sizes(hf)
         shapes: Shapes = dict.fromkeys(VECTORS, (heads,))
-        shapes["conv1d.weight"] = (channels, 1, hf[self.width])
+        shapes["conv1d.weight"] = (channels, 1, width)
         if self.conv_bias.is_on(hf):
             shapes["conv1d.bias"] = (channels,)
         shapes["in_proj.weight"] = (inner + channels + heads, hidden)
@@ -230,13 +264,25 @@ class DeltaNet:
         "linear_conv_kernel_dim",
     )
 
+    flops_of_state = 6  # the key reads it, the value's correction is added, and the query reads
+
+    def sizes(self, hf: dict) -> StateSizes:
+        key_heads, heads, key_dim, value_dim, width = (hf[name] for name in self.fields)
+        values = heads * value_dim
+        return StateSizes(
+            channels=2 * key_heads * key_dim + values,
+            width=width,
+            inner=values,
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            chunk=DELTA_CHUNK,
+        )
+
     def shapes(self, hf: dict) -> Shapes:
         """Within a layer."""
-        key_heads, heads, key_dim, value_dim, width = (hf[field] for field in self.fields)
         hidden = hf["hidden_size"]
-        keys = key_heads * key_dim
-        values = heads * value_dim
-        channels = 2 * keys + values
+        channels, width, values, heads, _, value_dim, _ = self.sizes(hf)
         shapes: Shapes = {"A_log": (heads,), "dt_bias": (heads,)}
         shapes["conv1d.weight"] = (channels, 1, width)
         if self.is_fused:
@@ -260,6 +306,11 @@ class ShortConv:
     layer_type = "conv"
     fields = ("conv_L_cache",)
     bias = Switch("conv_bias")
+    flops_of_state = 0
+
+    def sizes(self, hf: dict) -> StateSizes:
+        hidden = hf["hidden_size"]
+        return StateSizes(hidden, hf["conv_L_cache"], hidden, heads=0, key_dim=0, value_dim=0, chunk=1)
 
     def shapes(self, hf: dict) -> Shapes:
         """Within a layer."""

@@ -23,6 +23,7 @@ from base.hf.families import (
     WHOLE,
     Family,
     Shapes,
+    StateSizes,
     Switch,
     Whole,
     check_family,
@@ -251,7 +252,7 @@ class ModelConfig:
             return 0
         matrices = len(self.family.experts.matrices)
         of_layer = self.hidden_size * (self.num_experts + matrices * self.experts_per_token * self.expert_size)
-        return of_layer * sum(map(self.has_experts, range(self.num_hidden_layers)))
+        return of_layer * self.count_layers("experts")
 
     @cached_property
     def windows(self) -> list[int | None]:
@@ -270,6 +271,25 @@ class ModelConfig:
             size = length if window is None else min(length, window)
             pairs += num_layers * (size * (size + 1) // 2 + (length - size) * size)
         return pairs
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """Of each layer with state."""
+        return self.family.state.sizes(self.hf)
+
+    def count_layers(self, part: str) -> int:
+        """With this part; see `layers`."""
+        return sum(part in parts for parts in self.layers)
+
+    @property
+    def state_flops(self) -> int:
+        """Of the forward of all layers with state, but for their matrices, for each token. Of a recurrence as it is
+        defined: algorithms that compute chunks make more."""
+        if self.family.state is None:
+            return 0
+        sizes = self.state_sizes
+        of_layer = 2 * sizes.width * sizes.channels + self.family.state.flops_of_state * sizes.state
+        return self.count_layers("state") * of_layer
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from base.hf.families import HAS_FLA, Mamba, ShortConv
 from base.hf.lora_layers import factor_shapes, router_endings
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs
@@ -143,10 +144,15 @@ class Plan:
         frozen = router_endings(self.model) if self.cfg.policy.freeze_moe_router else ()
         return {name: shape for name, shape in self.shapes.items() if not name.endswith(frozen)}
 
-    @cached_property
+    @property
     def block(self) -> int:
-        """Elements of the weights of a block, adapters included."""
-        return count(self.shapes | self.trained, f"model.layers.{self.model.num_hidden_layers - 1}.")
+        """Elements of the weights of the largest block, adapters included."""
+        return max(self.sizes_of_blocks)
+
+    @cached_property
+    def sizes_of_blocks(self) -> list[int]:
+        shapes = self.shapes | self.trained
+        return [count(shapes, f"model.layers.{number}.") for number in range(self.model.num_hidden_layers)]
 
     @property
     def head(self) -> int:
@@ -209,64 +215,116 @@ class Plan:
         tensors = self.model.family.norm_tensors
         return 4 * (max(1, tensors - 1) if self.lora else tensors)
 
-    @cached_property
+    @property
     def block_activations(self) -> float:
-        """Bytes that one block keeps for the backward of one token (model.Block): its input and the input of the MLP in
-        float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors of the MLP.
-        Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner). transformers'
-        blocks are not compiled; of experts, each keeps of its tokens also what it gets and what it gives
+        """Bytes that the block which keeps the most keeps for the backward of one token."""
+        return max(self.kept_by_blocks)
+
+    @cached_property
+    def kept_by_blocks(self) -> list[float]:
+        """Bytes that each block keeps for the backward of one token."""
+        of_parts = {parts: self._kept_by(parts) for parts in self.model.layers}
+        return [of_parts[parts] for parts in self.model.layers]
+
+    def _kept_by(self, parts: tuple[str, ...]) -> float:
+        """Bytes that a block of these parts keeps for the backward of one token (model.Block): its input and the input
+        of the MLP in float32, the outputs of the norms, queries, keys and values, the output of attention, four tensors
+        of the MLP. Compiled blocks keep no float32 copies and three of the four (min-cut of torch's partitioner).
+        transformers' blocks are not compiled; of experts, each keeps of its tokens also what it gets and what it gives
         (transformers.integrations.moe.grouped_mm_experts_forward)."""
         m = self.model
         c = self.precision
-        policy = self.cfg.policy
         queries = m.num_attention_heads * m.head_dim
         keys = m.num_key_value_heads * m.head_dim
-        # A prompt's keys and values are there once for each response that shares it (attention.packed_attention).
-        new = min(policy.generation.max_new_tokens, policy.max_total_sequence_length)
-        prompt = policy.max_total_sequence_length - new
-        group = self.cfg.grpo.num_generations_per_prompt if policy.sequence_packing.share_prefix else 0
-        attention = c * (2 * queries + 2 * keys * (1 + group * prompt / (prompt + max(1, group) * new)))
         has_qk_norm = m.family.qk_norm != "none"
         is_native = isinstance(m, NativeConfig)
-        if is_native and policy.compile is not False:  # None: on CUDA it is
+        if is_native and self.cfg.policy.compile is not False:  # None: on CUDA it is
             norms = (4 + 3 * c) * m.hidden_size + c * (queries + keys) * has_qk_norm
-            return norms + attention + 3 * c * m.intermediate_size
-        norms = self.norm_bytes * (len(m.family.norms) * m.hidden_size + (queries + keys) * has_qk_norm)
-        attention += c * m.hidden_size  # its input, which is also the MLP's where a block has a single norm
-        if m.family.qkv == "latent":
-            attention += (self.norm_bytes + c) * (m.hf["kv_lora_rank"] + (m.hf.get("q_lora_rank") or 0))
-            if m.value_dim < m.head_dim:  # what attention gives is padded (attention._flash_attention)
-                attention += c * m.num_attention_heads * m.value_dim
-        if m.num_experts == 0:
-            tensors = 2 if m.family.mlp == "plain" else 4
-            mlp = c * tensors * m.intermediate_size
-            if len(m.family.norms) > 1:
-                mlp += c * m.hidden_size
-            return norms + attention + mlp
-        experts = c * m.experts_per_token * (2 * m.hidden_size + 4 * m.expert_size)
-        router = 4 * m.num_experts + INDICES * m.experts_per_token
-        shared = c * (m.hidden_size + 4 * m.shared_expert_size) if m.shared_expert_size else 0
-        if m.family.experts.shared_gate is not None:
-            shared += c * m.hidden_size  # what the gate scales
-        return norms + attention + experts + router + shared
-
-    @cached_property
-    def mlp_inner(self) -> int:
-        """Elements of the hidden layer of an MLP for a token, of all experts that compute it together."""
-        m = self.model
-        if m.num_experts == 0:
-            return m.intermediate_size
-        return m.experts_per_token * m.expert_size + m.shared_expert_size
+            return norms + self._attention_keeps + 3 * c * m.intermediate_size
+        kept = self.norm_bytes * len(m.family.norms) * m.hidden_size
+        if "attention" in parts:
+            kept += self._attention_keeps + c * m.hidden_size + self.norm_bytes * (queries + keys) * has_qk_norm
+        if "state" in parts:
+            kept += self._state_keeps + c * m.hidden_size
+        if "mlp" in parts:
+            kept += self._mlp_keeps(m.intermediate_size)
+            # A block with attention and a single norm has one input for both.
+            if len(m.family.norms) > 1 or len(parts) == 1:
+                kept += c * m.hidden_size
+        if "experts" in parts:
+            kept += self._experts_keep
+        return kept
 
     @property
-    def mlp_matrix(self) -> int:
-        """Elements of the last matrix of an MLP, or of all experts of a layer."""
+    def _prompt(self) -> int:
+        """Tokens of the longest prompt that leaves room for the longest response."""
+        policy = self.cfg.policy
+        return max(0, policy.max_total_sequence_length - policy.generation.max_new_tokens)
+
+    @property
+    def _continued(self) -> float:
+        """Segments that continue a prompt, for each token of a pack; of sequences as long as they may be."""
+        policy = self.cfg.policy
+        if self._prompt == 0 or not policy.sequence_packing.share_prefix:
+            return 0
+        group = self.cfg.grpo.num_generations_per_prompt
+        return group / (self._prompt + group * policy.generation.max_new_tokens)
+
+    @property
+    def _attention_keeps(self) -> float:
         m = self.model
-        if m.num_experts == 0:
-            return m.hidden_size * m.intermediate_size
-        if self.lora:  # experts are not adapted: the output of the attention is the largest
-            return m.hidden_size * m.num_attention_heads * m.value_dim
-        return m.num_experts * m.hidden_size * m.expert_size
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
+        gates = 2 * queries if m.family.has_query_gate else 0
+        # A prompt's keys and values are there once for each response that shares it (attention.packed_attention).
+        kept = self.precision * (2 * queries + gates + 2 * keys * (1 + self._prompt * self._continued))
+        if m.family.qkv == "latent":
+            kept += (self.norm_bytes + self.precision) * (m.hf["kv_lora_rank"] + (m.hf.get("q_lora_rank") or 0))
+            if m.value_dim < m.head_dim:  # what attention gives is padded (attention._flash_attention)
+                kept += self.precision * m.num_attention_heads * m.value_dim
+        return kept
+
+    @property
+    def _state_keeps(self) -> float:
+        """Of a layer with state: what its convolution gets and gives; what the recurrence keeps, and the norm of its
+        outputs, in float32; the input of its last matrix. Of the delta rule fla's kernel keeps little
+        (fla/ops/gated_delta_rule/chunk.py of 0.6.0); the functions of transformers keep all that they compute."""
+        sizes = self.model.state_sizes
+        c = self.precision
+        convolution = c * (2 * sizes.channels + sizes.inner)
+        keys = sizes.heads * sizes.key_dim
+        chunks = sizes.heads * sizes.chunk
+        state = 4 * sizes.state
+        if isinstance(self.model.family.state, ShortConv):
+            return convolution + 3 * c * sizes.channels  # both gates, and what they multiply
+        if isinstance(self.model.family.state, Mamba):
+            if not self.model.family.state.norm.is_on(self.model.hf):
+                convolution += 4 * (sizes.channels + sizes.heads - 2 * sizes.inner)  # all inputs, and no norm's
+            scan = 4 * (5 * keys + 3 * chunks + 5 * sizes.inner) + 20 * sizes.heads + 2 * state / sizes.chunk
+            return convolution + scan + 20 * sizes.inner
+        if HAS_FLA:
+            rule = c * (2 * keys + sizes.inner + chunks) + 28 * sizes.heads + state * self._continued
+        else:
+            rule = 4 * (8 * keys + 5 * chunks + 3 * sizes.inner) + 40 * sizes.heads + state / sizes.chunk
+        return convolution + rule + 20 * sizes.inner
+
+    def _mlp_keeps(self, inner: int) -> float:
+        tensors = 2 if self.model.family.mlp == "plain" else 4
+        return self.precision * tensors * inner
+
+    @property
+    def _experts_keep(self) -> float:
+        m = self.model
+        c = self.precision
+        tensors = 2 * (len(m.family.experts.matrices) - 1)
+        experts = c * m.experts_per_token * (2 * m.hidden_size + tensors * m.expert_size)
+        router = 4 * m.num_experts + INDICES * m.experts_per_token
+        shared = 0
+        if m.shared_expert_size:
+            shared = c * m.hidden_size + self._mlp_keeps(m.shared_expert_size)
+        if m.family.experts.shared_gate is not None:
+            shared += c * m.hidden_size  # what the gate scales
+        return experts + router + shared
 
     def kept(self, num_blocks: int) -> float:
         """Activations of the first blocks: of those that are computed again, only their inputs, in float32. Where these
@@ -274,7 +332,35 @@ class Plan:
         recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
         again = num_recomputed(recompute, num_blocks)
         num_inputs = min(1, again) if recompute == "offload" else again
-        return self.tokens * (num_inputs * 4 * self.model.hidden_size + (num_blocks - again) * self.block_activations)
+        return self.tokens * (num_inputs * 4 * self.model.hidden_size + sum(self.kept_by_blocks[again:num_blocks]))
+
+    def _inner_of(self, parts: tuple[str, ...]) -> int:
+        """Elements of the hidden layer of a block's MLP for a token, of all experts that compute it together."""
+        m = self.model
+        if "experts" in parts:
+            return m.experts_per_token * m.expert_size + m.shared_expert_size
+        return m.intermediate_size if "mlp" in parts else 0
+
+    def _last_matrix(self, parts: tuple[str, ...]) -> int:
+        """Elements of the last matrix of a block, or of its experts."""
+        m = self.model
+        if "mlp" in parts:
+            return m.hidden_size * m.intermediate_size
+        if "experts" in parts and not self.lora:
+            return m.num_experts * m.hidden_size * m.expert_size
+        if "state" in parts:
+            return m.hidden_size * m.state_sizes.inner
+        return m.hidden_size * m.num_attention_heads * m.value_dim  # experts are not adapted
+
+    def in_backward_of(self, number: int, keeps: bool) -> Items:
+        """What holds memory in the backward of a block, most as that of the MLP begins, with the gradient of its last
+        matrix, or with LoRA that of merged_weight. keeps: see `keeps_gathered`."""
+        c = self.precision
+        parts = self.model.layers[number]
+        inner = self.kept_by_blocks[number] + 4 * self.model.hidden_size + 2 * c * self._inner_of(parts)
+        last_matrix = (4 if self.lora else c) * self._last_matrix(parts)
+        gathered = self.gathered_rest if keeps else self.gathered(self.sizes_of_blocks[number])
+        return {"activations": self.kept(number) + inner * self.tokens, "gathered": gathered + last_matrix}
 
     def gathered(self, size: int) -> float:
         """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
@@ -353,17 +439,12 @@ class Plan:
         # FSDP's reduction of it on one rank: two float32 copies beside the sum of all packs. Several ranks hold less
         # then than at the head. A tied one's comes when the activations are gone.
         reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 2 * 4 * dW}
-        # Within a block's backward most is held as that of the MLP begins, with the gradient of its last matrix, or
-        # with LoRA that of merged_weight.
-        inner = (self.block_activations + 4 * m.hidden_size + 2 * c * self.mlp_inner) * self.tokens
-        last_matrix = (4 if self.lora else c) * self.mlp_matrix
-        block = {"activations": self.kept(m.num_hidden_layers - 1) + inner}
-        block["gathered"] = self.gathered(self.block) + last_matrix
+        of_blocks = [self.in_backward_of(number, keeps) for number in range(m.num_hidden_layers)]
+        block = max(of_blocks, key=lambda items: sum(items.values()))
         block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
         if keeps:
             at_head["gathered"] = self.gathered_rest
             reduction["gathered"] = self.gathered_rest + c * self.head
-            block["gathered"] = self.gathered_rest + last_matrix
             if not tied:
                 block["embedding and head"] += c * self.head
         rows = _rows("train", "the head", states, at_head)
@@ -374,6 +455,17 @@ class Plan:
         rows += _rows("train", "the reduction of its gradient", states, reduction)
         rows += _rows("train", "a block", states, block)
         return rows
+
+    def _in_forward_of(self, parts: tuple[str, ...]) -> float:
+        """Bytes of a token in a block's forward without gradients."""
+        m = self.model
+        c = self.precision
+        queries = m.num_attention_heads * m.head_dim
+        keys = m.num_key_value_heads * m.head_dim
+        size = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * self._inner_of(parts)
+        if "experts" in parts:
+            size += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
+        return size
 
     def score(self, keeps: bool) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
@@ -388,10 +480,7 @@ class Plan:
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif self.cfg.has_reference and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
-        queries = m.num_attention_heads * m.head_dim
-        keys = m.num_key_value_heads * m.head_dim
-        inner = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * self.mlp_inner
-        inner += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
+        inner = max(self._in_forward_of(parts) for parts in m.layers)
         ends = c * self.head
         gather = {"gathered": self.gather}
         several = self.num_shards > 1
@@ -399,7 +488,7 @@ class Plan:
             gather["activations"] = 4 * self.tokens * m.hidden_size
         block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
         if self.lora:
-            block["gathered"] += c * self.mlp_matrix  # merged_weight
+            block["gathered"] += c * max(map(self._last_matrix, m.layers))  # merged_weight
         if m.tie_word_embeddings:
             block["embedding and head"] = ends
         at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
@@ -417,11 +506,11 @@ class Plan:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of a token in the cache of all layers; each rank has its share of the heads."""
+        """Bytes of a token in the cache of all layers with attention; each rank has its share of the heads."""
         m = self.model
         tensor = self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
         heads, size = m.cached_dims
-        return m.num_hidden_layers * max(1, heads / tensor) * size * self.engine_precision
+        return m.count_layers("attention") * max(1, heads / tensor) * size * self.engine_precision
 
     @property
     def num_engines(self) -> int:
