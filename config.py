@@ -510,6 +510,11 @@ class PolicyConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     generation: GenerationConfig = GenerationConfig()
 
+    @property
+    def engine_precision(self) -> str:
+        """The engine's, which is the trainer's unless vllm_cfg names another."""
+        return self.generation.vllm_cfg.precision or self.precision
+
     def pack_tokens(self, device_type: str) -> int:
         """train_mb_tokens, or what its null means on "cpu", and at least on "cuda": at the start of a run
         run.job.with_pack_tokens sets the number there."""

@@ -73,7 +73,7 @@ class VLLMEngine:
         self.drains = not cfg.grpo.async_grpo.in_flight_weight_updates  # before a sync, in a split job
         if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        dtype = vllm_cfg.precision or cfg.policy.precision
+        dtype = cfg.policy.engine_precision
         self.cuda = torch.cuda.is_available()
         self.vocab_size = tokenizer.vocab_size
         self.stop_token_ids = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
@@ -122,6 +122,8 @@ class VLLMEngine:
                 hardware["enable_prefix_caching"] = False  # `_Capture` has no experts of tokens that are not computed
             if isinstance(model, BlocksConfig):
                 _rotate_in_torch()
+        if model.family.state is not None:
+            hardware["mamba_ssm_cache_dtype"] = "float32"  # as in the trainer; vLLM's default may round at every token
         if model.whole is not None:
             overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
         if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":

@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 
 from attention import uses_flash_attention
+from base.hf.families import DeltaNet
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.weights import full_shapes
 from base.inputs.run_inputs import RunInputs
@@ -214,6 +215,8 @@ def build_sampler(
         return ranks.any_rank_of_engine(stop())
 
     check_cpu_sizes(inputs.model_config, device.type)
+    if device.type == "cpu":
+        check_cpu_operators(inputs.model_config, cfg)
     reward_model = None
     if inputs.reward_model:
         from run.reward_model import RewardModel
@@ -262,6 +265,19 @@ def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:
         problem = f"hidden_size={model.hidden_size}: on a CPU vLLM computes experts of {sizes}"
     if problem:
         raise ConfigError(f"policy.model_name: {problem}: use another model, or a GPU")
+
+
+def check_cpu_operators(model: ModelConfig, cfg: Config) -> None:
+    """ConfigError for what vLLM does not compute on a CPU."""
+    problem = None
+    if isinstance(model.family.state, DeltaNet) and cfg.policy.engine_precision == "float32":
+        problem = "on a CPU vLLM computes gated delta nets in bfloat16 alone"
+    elif model.num_experts and model.family.experts.gate is None:
+        problem = "on a CPU vLLM computes no experts without a gate"
+    elif model.hf["model_type"].startswith("qwen3_5") and find_spec("torchvision") is None:
+        problem = "vLLM's Qwen3.5 needs torchvision, of which PyTorch's own index has a build for CPUs"
+    if problem:
+        raise ConfigError(f"policy.model_name: model_type={model.hf['model_type']!r}: {problem}: use a GPU")
 
 
 def hash_of_base(cfg: Config, inputs: RunInputs, ranks: Ranks) -> str | None:

@@ -21,9 +21,10 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     "Model FLOPs" (PaLM, arXiv 2204.02311, appendix B): the matmuls that log-probabilities and their gradients need. A
     weight of a block's matrix: 6 for each token of a pack, where a shared prompt is once, and of an expert's, for each
     token that it gets. Attention: 12 N H for each layer and pair of a query and a key that it sees, of which a window
-    leaves fewer; H is the mean of keys and values. Head: 2 D V for each row, and 4 D V for each that can have a
-    gradient. With `lora` those of frozen weights are not made: 4 for each of theirs and of the factors', 2 D V. Not
-    counted: what backward computes again (activations, scores of flash attention, logits of two passes), merging.
+    leaves fewer; H is the mean of keys and values. A layer with state: 3 times what `ModelConfig.state_flops` names.
+    Head: 2 D V for each row, and 4 D V for each that can have a gradient. With `lora` those of frozen weights are not
+    made: 4 for each of theirs and of the factors', 2 D V. Not counted: what backward computes again (activations,
+    scores of flash attention, logits of two passes), merging.
     """
     num_weights = weights_per_token(config)
     passes = 3  # forward, gradients of the inputs, gradients of the weights
@@ -35,6 +36,7 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     flops = 0
     for micro in micros:
         flops += 2 * passes * num_weights * len(micro.token_T)
+        flops += 3 * config.state_flops * len(micro.token_T)
         lengths = np.diff(micro.cu_seqlens).tolist()
         for length, prefix in zip(lengths, micro.prefix_S.tolist(), strict=True):
             before = lengths[prefix] if prefix >= 0 else 0

@@ -870,6 +870,8 @@ def fields_for_vllm(hf: dict) -> dict:
         dense_first, default = FAMILIES[hf["model_type"]].experts.dense_first
         fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
         return fields | {dense_first: hf.get(dense_first, default)}
+    if hf["model_type"] == "lfm2":  # transformers has no such fields
+        return {"conv_dim": hf["hidden_size"], "block_dim": hf["hidden_size"]}
     if hf["model_type"] == "cohere2":
         return {"sliding_window": hf.get("sliding_window", 4096) - 1}
     rope = hf.get("rope_parameters") or {}

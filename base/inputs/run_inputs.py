@@ -163,6 +163,12 @@ def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
         raise ConfigError(f"policy.router_replay.enabled=true: a {kind} has no experts; set it to false")
     if policy.compile and not is_native:
         raise ConfigError(f"policy.compile=true: transformers' blocks of a {kind} are not compiled; set it to null")
+    async_grpo = cfg.grpo.async_grpo
+    keeps_caches = async_grpo.enabled and not async_grpo.recompute_kv_cache_after_weight_updates
+    if keeps_caches and model.family.state is not None:
+        key = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false"
+        kind = model.hf["model_type"]
+        raise ConfigError(f"{key}: the state of a {kind} keeps what older weights made of it; set it to true")
     return model
 
 
@@ -174,7 +180,11 @@ def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokeniz
             ids = f"{folder / 'tokenizer.json'} has ids up to {tokenizer.vocab_size - 1}"
             raise ConfigError(f"policy.generation.stop_token_ids: {stop} is not a token id: {ids}; remove it")
     tensor = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    sizes = {"num_attention_heads": model.num_attention_heads, "intermediate_size": model.intermediate_size}
+    sizes = {"num_attention_heads": model.num_attention_heads}
+    if model.intermediate_size is not None:  # all layers of some mixtures have experts
+        sizes["intermediate_size"] = model.intermediate_size
+    if model.family.state is not None:
+        sizes["heads of a state"] = model.state_sizes.heads
     shares_key_heads = tensor >= model.num_key_value_heads and tensor % model.num_key_value_heads == 0
     if not shares_key_heads:  # else each rank has a copy of one
         sizes["num_key_value_heads"] = model.num_key_value_heads

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def engine_precision(self) -> int:
-        return NUMBER[self.cfg.policy.generation.vllm_cfg.precision or self.cfg.policy.precision]
+        return NUMBER[self.cfg.policy.engine_precision]
 
     @property
     def num_shards(self) -> int:
@@ -127,7 +127,8 @@ class Plan:
         for name, shape in m.tensor_shapes():
             block, of_experts, _ = name.partition(".experts.")
             if of_experts:
-                shapes[f"{block}.experts"] = (m.num_experts, 3 * m.expert_size, m.hidden_size)
+                rows = len(m.family.experts.matrices) * m.expert_size
+                shapes[f"{block}.experts"] = (m.num_experts, rows, m.hidden_size)
             else:
                 shapes[name] = shape
         return shapes
@@ -308,6 +309,30 @@ class Plan:
             rule = 4 * (8 * keys + 5 * chunks + 3 * sizes.inner) + 40 * sizes.heads + state / sizes.chunk
         return convolution + rule + 20 * sizes.inner
 
+    @property
+    def _state_more(self) -> float:
+        """What the forward of a recurrence holds at once beyond what it keeps."""
+        sizes = self.model.state_sizes
+        if not isinstance(self.model.family.state, Mamba):
+            return 0
+        return 8 * (sizes.channels + sizes.heads * sizes.key_dim + sizes.inner)
+
+    @property
+    def _state_in_forward(self) -> float:
+        """Of a layer with state, without gradients."""
+        sizes = self.model.state_sizes
+        c = self.precision
+        keys = sizes.heads * sizes.key_dim
+        chunks = sizes.heads * sizes.chunk
+        state = sizes.state / sizes.chunk
+        if isinstance(self.model.family.state, ShortConv):
+            return 6 * c * sizes.channels
+        if isinstance(self.model.family.state, Mamba):
+            return 8 * sizes.channels + 4 * (4 * keys + 3 * chunks + 5 * sizes.inner + state)
+        if HAS_FLA:
+            return c * (sizes.channels + 7 * keys + 5 * sizes.inner + chunks + state)
+        return c * (sizes.channels + sizes.inner) + 4 * (8 * keys + 5 * sizes.inner + chunks + state)
+
     def _mlp_keeps(self, inner: int) -> float:
         tensors = 2 if self.model.family.mlp == "plain" else 4
         return self.precision * tensors * inner
@@ -354,13 +379,21 @@ class Plan:
 
     def in_backward_of(self, number: int, keeps: bool) -> Items:
         """What holds memory in the backward of a block, most as that of the MLP begins, with the gradient of its last
-        matrix, or with LoRA that of merged_weight. keeps: see `keeps_gathered`."""
+        matrix, or with LoRA that of merged_weight; or as the recurrence is computed again, before all else is kept.
+        keeps: see `keeps_gathered`."""
         c = self.precision
         parts = self.model.layers[number]
-        inner = self.kept_by_blocks[number] + 4 * self.model.hidden_size + 2 * c * self._inner_of(parts)
+        more = 2 * c * self._inner_of(parts)
+        if "state" in parts:
+            of_others = self.kept_by_blocks[number] - self._kept_by(("state",))
+            more = max(more, self._state_more - of_others)
+        inner = self.kept_by_blocks[number] + 4 * self.model.hidden_size + more
         last_matrix = (4 if self.lora else c) * self._last_matrix(parts)
         gathered = self.gathered_rest if keeps else self.gathered(self.sizes_of_blocks[number])
-        return {"activations": self.kept(number) + inner * self.tokens, "gathered": gathered + last_matrix}
+        items = {"activations": self.kept(number) + inner * self.tokens, "gathered": gathered + last_matrix}
+        if self.num_shards > 1 and number + 1 < self.model.num_hidden_layers:
+            items["gradient of the next block"] = 4 * self.sizes_of_blocks[number + 1]
+        return items
 
     def gathered(self, size: int) -> float:
         """A whole unit of FSDP (model.shard), and the buffer of an all-gather, for this unit or the next one; one rank
@@ -456,16 +489,33 @@ class Plan:
         rows += _rows("train", "a block", states, block)
         return rows
 
+    def in_forward_of(self, number: int, keeps: bool) -> Items:
+        """What holds memory in the forward of a block without gradients. keeps: see `keeps_gathered`; the first pack
+        gathers block after block, later packs find all."""
+        m = self.model
+        c = self.precision
+        parts = m.layers[number]
+        size = self.sizes_of_blocks[number]
+        gathered = self.gathered(size)
+        if keeps:
+            gathered += c * sum(self.sizes_of_blocks[:number])
+            gathered = max(gathered, self.gathered_rest)
+        return {"gathered": gathered, "activations": self._in_forward_of(parts) * self.tokens}
+
     def _in_forward_of(self, parts: tuple[str, ...]) -> float:
         """Bytes of a token in a block's forward without gradients."""
         m = self.model
         c = self.precision
         queries = m.num_attention_heads * m.head_dim
         keys = m.num_key_value_heads * m.head_dim
-        size = (4 + 4 + c) * m.hidden_size + c * (2 * queries + 2 * keys) + 3 * c * self._inner_of(parts)
+        size = 3 * c * self._inner_of(parts)
         if "experts" in parts:
             size += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
-        return size
+        if "state" in parts:
+            size = max(size, self._state_in_forward)
+        else:
+            size += c * (2 * queries + 2 * keys)
+        return (4 + 4 + c) * m.hidden_size + size
 
     def score(self, keeps: bool) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
@@ -480,13 +530,13 @@ class Plan:
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif self.cfg.has_reference and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
-        inner = max(self._in_forward_of(parts) for parts in m.layers)
         ends = c * self.head
         gather = {"gathered": self.gather}
         several = self.num_shards > 1
         if several or not m.tie_word_embeddings:
             gather["activations"] = 4 * self.tokens * m.hidden_size
-        block = {"gathered": self.gathered(self.block), "activations": inner * self.tokens}
+        of_blocks = [self.in_forward_of(number, keeps) for number in range(m.num_hidden_layers)]
+        block = max(of_blocks, key=lambda items: sum(items.values()))
         if self.lora:
             block["gathered"] += c * max(map(self._last_matrix, m.layers))  # merged_weight
         if m.tie_word_embeddings:
@@ -496,7 +546,6 @@ class Plan:
         if keeps:  # the last unit is gathered beside all others; later packs find them all
             if not m.tie_word_embeddings:
                 gather["gathered"] = self.gathered_rest + (self.gathered(self.head) if several else self.gather)
-            block["gathered"] += self.gathered_rest - c * self.block
             block["embedding and head"] = ends
             at_head["gathered"] += self.gathered_rest
         rows = _rows("score", "a gather", states, gather)

@@ -68,7 +68,8 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
     pairs = model.attention_pairs(length) / length
     attention = model.flops_per_pair * pairs
-    blocks_flops, head_flops = tokens * (2 * weights_per_token(model) + attention), 2 * head * tokens
+    of_token = 2 * weights_per_token(model) + attention + model.state_flops
+    blocks_flops, head_flops = tokens * of_token, 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing
     part = num_recomputed(again, model.num_hidden_layers) / model.num_hidden_layers
     passes = 2 if plan.lora else 3  # LoRA makes no gradients of the frozen weights

@@ -31,7 +31,7 @@ class Generators(AbstractContextManager):
         self.ranks = ranks
         self.bridge = ranks.bridge
         self.shapes = shapes  # of the weights that a sync sends
-        self.dtype = getattr(torch, cfg.policy.generation.vllm_cfg.precision or cfg.policy.precision)
+        self.dtype = getattr(torch, cfg.policy.engine_precision)
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
         self.ahead = Ahead()  # the generators have the conversations

@@ -1,7 +1,7 @@
 """Every parameter of every family arrives in the engine. Qwen3, tied, is in test_engine.py; each engine needs a process
 of its own."""
 
-import delta_net_on_cpu
+import operators_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
-from base.hf.families import FAMILIES, NATIVE, WHOLE, DeltaNet
+from base.hf.families import FAMILIES, NATIVE, WHOLE
 from base.hf.model_config import ModelConfig
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
@@ -68,8 +68,8 @@ def gaps_of(family, folder, compare, precision="float32", names=None, packs_expe
     tokenizer, mesh = Tokenizer(folder), dist.init_device_mesh("cpu", (1,))
     policy = load_policy(folder, device=device, mesh=mesh, precision=precision)
     cfg = config.Config(policy=config.PolicyConfig(precision=precision, max_total_sequence_length=64))
-    if isinstance(policy.config.family.state, DeltaNet):
-        delta_net_on_cpu.install()
+    if policy.config.family.state is not None:
+        operators_on_cpu.install()
     engine = VLLMEngine(folder, policy.config, tokenizer, cfg)
     if not packs_experts_anew:
         engine_module._pack_experts_anew = lambda model: None

@@ -1,5 +1,6 @@
 """Counts the bytes of tensors that are alive in the phases of a step on this rank: meta tensors stand for a GPU's."""
 
+import math
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 import grpo
+import state
 from attention import PackLayout
+from base.hf.families import DELTA_CHUNK
 from base.hf.model_config import ModelConfig
 from base.hf.weights import full_tensors
+from base.plan import memory_plan
 from base.plan.memory_plan import CONTEXT, Plan
 from config import (
     Config,
@@ -173,7 +177,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
             count("train")
             optimizer.zero_grad(set_to_none=True)
             live.largest = 0
-            as_vllm_takes(full_tensors(model, getattr(torch, policy.precision)), model_config.num_experts, padded)
+            as_vllm_takes(full_tensors(model, getattr(torch, policy.precision)), model_config, padded)
             count("sync")
     moments = size(x for state in optimizer.state.values() for x in state.values() if x.dim())
     return counts | {"weights": weights, "moments": moments, "gradients": gradients}
@@ -182,11 +186,13 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
 PARTS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
-def as_vllm_takes(weights, num_experts: int, padded: bool) -> None:
+def as_vllm_takes(weights, model: ModelConfig, padded: bool) -> None:
     """By its layerwise reload (vllm/model_executor/model_loader/reload): tensors wait until their layer has all of
     them; then it is filled, and copied to where it was. All experts of a block are one layer. What is padded never has
     all, and waits for the end."""
-    num_parts = {"qkv": 3, "gate_up": 2, "experts": 3 * num_experts}
+    num_parts = {"qkv": 3, "gate_up": 2}
+    if model.num_experts:
+        num_parts["experts"] = len(model.family.experts.matrices) * model.num_experts
     waiting = defaultdict(list)
     for name, tensor in weights:
         *_, part, kind = name.split(".")
@@ -198,6 +204,54 @@ def as_vllm_takes(weights, num_experts: int, padded: bool) -> None:
         del tensor
     for tensors in waiting.values():
         torch.cat([x.flatten() for x in tensors])
+
+
+class DeltaRule(torch.autograd.Function):
+    """Allocates what fla's kernels do (fla-core 0.6.0, ops/gated_delta_rule/chunk.py and what that calls)."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, g, beta, state):
+        b, num_tokens, heads, key_dim = query.shape
+        of_row = {"device": query.device, "dtype": torch.float32}
+        norms = [torch.empty(b, num_tokens, heads, **of_row) for _ in range(3)]  # and g, summed
+        query, key = query.clone(), key.clone()  # of unit length
+        solved = torch.empty(b, num_tokens, heads, DELTA_CHUNK, dtype=key.dtype, device=key.device)
+        inner = [key.clone(), value.clone(), value.clone()]
+        chunks = math.ceil(num_tokens / DELTA_CHUNK)
+        inner.append(torch.empty(chunks, heads, key_dim, value.shape[-1], dtype=key.dtype, device=key.device))
+        num_sequences = 1 if state is None else len(state)
+        end = torch.empty(num_sequences, heads, key_dim, value.shape[-1], **of_row)
+        ctx.save_for_backward(query, key, value, g, beta, state, solved, *norms)
+        return value.clone(), end
+
+    @staticmethod
+    def backward(ctx, grad, grad_end):
+        query, key, value, g, beta, state, *_ = ctx.saved_tensors
+        chunks = math.ceil(query.shape[1] / DELTA_CHUNK)
+        shape = chunks, query.shape[2], query.shape[3], value.shape[3]
+        inner = [key.clone(), value.clone(), value.clone(), value.clone()]  # w, u, the new values, their gradient
+        # The states of all chunks, and their gradient.
+        inner += [torch.empty(shape, dtype=key.dtype, device=key.device) for _ in range(2)]
+        grads = [query.clone(), key.clone(), key.clone(), value.clone()]
+        inner += [key.clone(), value.clone()]
+        grad_state = None if state is None else state.clone()
+        return query.clone(), key.clone(), grads[-1], g.clone(), beta.clone(), grad_state
+
+
+def patch_delta_rule(patch: pytest.MonkeyPatch, has_fla: bool = True) -> None:
+    """Layers with state compute as on a GPU, with or without fla's kernels, which do nothing."""
+
+    def on_gpu(function, x):
+        if has_fla and function.__name__ == "torch_chunk_gated_delta_rule":
+            return delta_rule
+        return function
+
+    def delta_rule(query, key, value, *, g, beta, initial_state=None, **_):
+        return DeltaRule.apply(query, key, value, g, beta, initial_state)
+
+    patch.setattr(state, "takes_bounds", lambda _: has_fla)
+    patch.setattr(state, "_of_device", on_gpu)
+    patch.setattr(memory_plan, "HAS_FLA", has_fla)
 
 
 @contextmanager
@@ -217,6 +271,7 @@ def meta_gpu():
         patch.setattr(DTensor, "from_local", moved)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
         patch.setattr(attention, "uses_flash_attention", lambda *_: True)
+        patch_delta_rule(patch)
         for name in ("row_stats_kernel", "dlogits_kernel"):
             patch.setattr(row_kernels, name, defaultdict(lambda: lambda *_, **__: None))
         yield
@@ -253,8 +308,8 @@ def count_kept(
     return sum(size for key, size in kept.items() if key not in not_counted) / num_tokens
 
 
-def count_kept_by_transformers(model_config: ModelConfig, num_tokens=2048) -> float:
-    """Bytes that the last block of transformers keeps for its backward, for each token of a pack, in bfloat16."""
+def count_kept_by_transformers(model_config: ModelConfig, num_tokens=2048, block_number=-1) -> float:
+    """Bytes that a block of transformers keeps for its backward, for each token of a pack, in bfloat16."""
     with torch.device("meta"):
         body = body_of(model_config, recompute=False)
     of_routers = {param for router in body.routers for param in router.parameters()}
@@ -270,13 +325,13 @@ def count_kept_by_transformers(model_config: ModelConfig, num_tokens=2048) -> fl
         kept[x.untyped_storage()._cdata] = x
         return x
 
-    block = body.layers[-1]
+    block = body.layers[block_number]
     forward = block.forward
 
-    def counted(*args, position_embeddings, **kwargs):
-        not_counted.update(x.untyped_storage()._cdata for x in position_embeddings)
+    def counted(*args, **kwargs):
+        not_counted.update(x.untyped_storage()._cdata for x in kwargs.get("position_embeddings") or ())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            return forward(*args, position_embeddings=position_embeddings, **kwargs)
+            return forward(*args, **kwargs)
 
     block.forward = counted
     layout = PackLayout.of(np.array([0, num_tokens]), None, num_tokens, torch.device("meta"))

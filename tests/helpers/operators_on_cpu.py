@@ -1,4 +1,7 @@
-"""vLLM 0.32 computes the gated delta net on a CPU in bfloat16 only: for tests in float32, torch's in its place."""
+"""What vLLM 0.32 does not compute on a CPU, in torch, for tests: the gated delta net in float32, and experts without a
+gate."""
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
@@ -7,14 +10,51 @@ from torch import Tensor
 
 def install():
     """Before the engine starts."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.utils.torch_utils import LayerNameType
 
-    core.__annotations__["layer_name"] = LayerNameType  # vLLM registers an operator by its types
-    gdn_attention.cpu_gdn_attention_core = core
+    delta_net.__annotations__["layer_name"] = LayerNameType  # vLLM registers an operator by its types
+    gdn_attention.cpu_gdn_attention_core = delta_net
+
+    check_config = FusedMoEConfig.__post_init__
+
+    def without_last_check(config):
+        with contextlib.suppress(NotImplementedError):
+            check_config(config)
+
+    FusedMoEConfig.__post_init__ = without_last_check
+    pack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+
+    def pack_if_gated(self, layer):
+        self.is_gated = layer.w13_weight.shape[1] == 2 * layer.w2_weight.shape[2]
+        if self.is_gated:
+            pack(self, layer)
+
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs):
+        if self.is_gated:
+            compute(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+        else:
+            output.copy_(experts(hidden_states, w1, w2, topk_weights, topk_ids))
+
+    CPUUnquantizedExperts._supports_no_act_and_mul = staticmethod(lambda: True)
+    CPUUnquantizedExperts._supports_activation = staticmethod(lambda activation: True)
+    CPUUnquantizedExperts.process_weights_after_loading = pack_if_gated
+    CPUUnquantizedExperts.apply = apply
 
 
-def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name) -> None:
+def experts(hidden_TD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:
+    """With the activation of Nemotron H, relu squared."""
+    out_TD = torch.zeros_like(hidden_TD)
+    for row, (weight_A, expert_A) in enumerate(zip(weight_TA, expert_TA.tolist(), strict=True)):
+        for weight, expert in zip(weight_A, expert_A, strict=True):
+            inner = F.relu(up_EFD[expert] @ hidden_TD[row]).square()
+            out_TD[row] += weight * (down_EDF[expert] @ inner)
+    return out_TD
+
+
+def delta_net(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name) -> None:
     """A sequence at a time, from and to the states of vLLM's cache, in the dtype of the weights."""
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
