@@ -163,7 +163,10 @@ OF_TRANSFORMERS = {  # and the number of parameters that their authors name
 }
 # Of each kind of layers at least one.
 FEW_LAYERS = {"num_hidden_layers": 2, "vocab_size": 64}
-FEW_OF = {"Qwen3.5-4B": {"num_hidden_layers": 4}, "Nemotron 3 Nano": {"hybrid_override_pattern": "M*E"}}
+FEW_OF = {
+    "Qwen3.5-4B": {"num_hidden_layers": 4},
+    "Nemotron 3 Nano": {"num_hidden_layers": 3, "hybrid_override_pattern": "M*E"},
+}
 
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
