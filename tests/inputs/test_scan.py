@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 def test_answers_are_shown_to_each_environment_in_portions(tokenizer):
     seen = []
-    rows = [GOOD | {"output": str(i), "task_name": ("code", "maths", "rows", None)[i % 4]} for i in range(5000)]
+    rows = [GOOD | {"output": str(i), "task_name": ("code", "maths", "exact", None)[i % 4]} for i in range(5000)]
     dataset = load(tokenizer, rows, tasks={"maths": "math"}, check=lambda name, answers: seen.append((name, *answers)))
     assert [row.env_name for row in dataset.problems[:4]] == ["code", "math", "exact", "exact"]
     assert max(map(len, seen)) == 257

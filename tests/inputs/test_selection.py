@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import Counter, deque
+from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -14,7 +14,7 @@ from mixes import MIXES, batches, mixture_of
 from ranks import ranks
 from small_run import ROOT, arguments, write_rows
 
-from ahead import draw_ahead
+from ahead import Ahead
 from base.check.rules import check_config
 from base.inputs.reader import load
 from base.system.exits import StopRun
@@ -138,7 +138,7 @@ def test_a_restored_run_draws_what_the_other_draws():
 def test_a_batch_ahead_of_its_step_is_drawn_by_what_is_known_when_it_starts(max_age):
     """Batch k starts in step k - max_age: its rows are those of a mixture that has seen the steps before that one."""
     mixture, num_steps, cursor = mixture_of([5], rules=["p(1-p)"]), 8, None
-    started, trained, in_flight = [], [], deque()
+    started, trained, ahead = [], [], Ahead()
 
     class Samples:
         def start(self, prompts, num_samples, options, seed_key, step):
@@ -155,10 +155,10 @@ def test_a_batch_ahead_of_its_step_is_drawn_by_what_is_known_when_it_starts(max_
     cfg = Config(grpo=GRPOConfig(num_prompts_per_step=6, async_grpo=async_cfg))
     cursor = mixture.start()
     for step in range(1, num_steps + 1):
-        samples, cursor = draw_ahead(Samples(), in_flight, cfg, mixture, cursor, step, num_steps)
+        samples, cursor = ahead.draw(Samples(), cfg, mixture, cursor, step, num_steps)
         trained.append(samples)
         cursor = mixture.record(cursor, {}, samples)
-    assert len(started) == num_steps and not in_flight
+    assert len(started) == num_steps and not ahead.batches
     for number, rows in enumerate(started):
         other = mixture_of([5], rules=["p(1-p)"])
         for samples in trained[: max(0, number - max_age)]:

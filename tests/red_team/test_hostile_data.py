@@ -113,7 +113,11 @@ def test_a_users_function_that_fails_is_named(work, monkeypatch, key, code, mess
     (work / "mine.py").write_text(code + "\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(work)])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    words = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=1"] if key == SAMPLER else []
+    words = []
+    if key == SAMPLER:
+        words = ["data.use_multiple_dataloader=true", "data.num_prompts_per_dataloader=1"]
+    if key == DATASET:
+        words = ["data.train.data_path=null"]
     answer = refusal(f"{key}=mine:f", *words)
     assert message.replace("FOLDER", str(work)) in answer if message else not answer, answer
 

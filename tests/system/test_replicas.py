@@ -320,7 +320,7 @@ def test_collectives_of_a_step_depend_on_blocks_and_micro_batches(four_ranks):
         if is_once:  # for both packs
             numbers["shard _allgather_base_"] = units
             numbers["shard _reduce_scatter_base_"] = units
-        samples_and_metrics = {"world allreduce_": 2, "world allgather_": 4}
+        samples_and_metrics = {"world allreduce_": 3, "world allgather_": 4}
         assert case["numbers"] == numbers | samples_and_metrics | {"replicate allreduce_": units + 1}
         assert case["bytes"]["replicate allreduce_"] == case["shard_bytes"] + 4  # float32, not once for each pack
 
