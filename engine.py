@@ -1,4 +1,4 @@
-"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync, and a check for stale weights.
+"""The vLLM engine inside the trainer's process: generate, sleep and wake, weight sync.
 
 The only file that imports vllm. Each rank has an engine, or each group of `tensor_parallel_size` consecutive ranks
 shares one: all of them call `generate` with the same prompts and get the same samples ("external_launcher"). The engine
@@ -386,7 +386,7 @@ def completion_of(output, spans: list[tuple[int, int]], experts_TLA: np.ndarray 
 
 
 def _likeliest(flat) -> list[dict[int, float]]:
-    """Of each position the ids that vLLM tells beside the sampled one; [] if it was asked for none."""
+    """Of each position the likeliest ids, as many as were asked for; [] if none were."""
     positions = []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
         num_asked = end - start - 1

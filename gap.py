@@ -305,6 +305,8 @@ def _score(
     pos_R = position_T[len(prompt) - 1 :]
     layout = PackLayout.of(np.array([0, len(token_T)]), None, len(token_T), device)
     if reply.experts_TLA is not None:
-        layout = replace(layout, experts_TLA=reply.experts_TLA.astype(np.int16))
+        experts_TLA = np.full((len(token_T), *reply.experts_TLA.shape[1:]), -1, np.int16)  # -1: vLLM told none
+        experts_TLA[: len(reply.experts_TLA)] = reply.experts_TLA
+        layout = replace(layout, experts_TLA=experts_TLA)
     logp_R, _ = response_logps(model, (token_T, position_T, layout, pos_R), target_R, head_options)
     return logp_R

@@ -200,9 +200,8 @@ class Decoder(nn.Module):
     the names of the HF checkpoint.
 
     The options are constants of a run. recompute: all blocks or the first N; "offload": all, whose inputs wait in host
-    memory. defers_sync, deterministic: see
-    `backward`. keeps_gathered: weights that FSDP has gathered for a forward stay until its backward, and from one
-    micro-batch to the next.
+    memory. defers_sync, deterministic: see `backward`. keeps_gathered: weights that FSDP has gathered for a forward
+    stay until its backward, and from one micro-batch to the next.
     """
 
     def __init__(
@@ -390,8 +389,10 @@ class Reference:
             if device.type == "cpu":  # with cpu_offload FSDP moves a part at a time
                 yield self.teacher
             else:
-                yield self.teacher.to(device)
-                self.teacher.to("cpu")
+                try:
+                    yield self.teacher.to(device)
+                finally:
+                    self.teacher.to("cpu")
             return
         policy = {name: shard.clone() for name, shard in _shards(model).items()}
         _copy(self.shards, _shards(model))

@@ -25,10 +25,11 @@ from metrics import Numbers
 def build_optimizer(model: nn.Module, cfg: config.OptimizerConfig, *, offloads: bool = False) -> Optimizer:
     """The optimizer of the (sharded) model's float32 parameters, without state until its first step.
 
-    torch.optim.Muon is Muon for the matrices of the decoder blocks, AdamW for embedding, head, norms and biases. Muon
-    replaces a matrix's momentum by the nearest matrix with orthonormal rows or columns (Jordan et al., 2024,
-    kellerjordan.github.io/posts/muon). Its update is scaled to the root mean square of AdamW's (Moonlight,
-    arXiv:2502.16982, 2.2), so learning rate and weight decay of AdamW are the right size for it.
+    torch.optim.Muon is Muon for the matrices of the decoder blocks, AdamW for embedding, head, norms, biases, and
+    experts that are stacked in one tensor. Muon replaces a matrix's momentum by the nearest matrix with orthonormal
+    rows or columns (Jordan et al., 2024, kellerjordan.github.io/posts/muon). Its update is scaled to the root mean
+    square of AdamW's (Moonlight, arXiv:2502.16982, 2.2), so learning rate and weight decay of AdamW are the right size
+    for it.
     """
     kwargs = asdict(cfg.kwargs)
     first_moment_dtype = getattr(torch, kwargs.pop("state_dtype"))

@@ -95,7 +95,7 @@ class SamplingOptions:
 
 # What a token of a reply has. This is its only declaration: the engine fills the columns, and conversations, agents'
 # rows, packs, the moves between ranks and the dumps take all that are here. To add one, name it here and fill it in
-# `engine.completion_of`; a pack then has it as `token_R[name]`.
+# `engine.completion_of`; a pack then has it as `tokens_R[name]`.
 #
 #   logp      the sampler's log-probability, in nats, after temperature and filter; 0 where the id was not sampled
 #   version   the training step that left the weights which drew it; of an observation: that of the reply before

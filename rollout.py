@@ -40,8 +40,9 @@ OPEN_TAG_TOKENS = 32  # of the end of a prompt, in which the tag is looked for
 
 
 class State(Enum):
-    """Where a conversation stands, as its engine's ranks see it. It begins READY or WITH_AGENT. A conversation that is
-    READY passes through the next three states, and is then READY again or DONE."""
+    """Where a conversation stands, as its engine's ranks see it. It begins ELSEWHERE, and those of this engine are
+    READY or WITH_AGENT at once. A conversation that is READY passes through the next three states, and is then READY
+    again or DONE."""
 
     ELSEWHERE = "another engine draws it"
     READY = "its next reply can be asked for"

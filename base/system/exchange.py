@@ -1,8 +1,8 @@
 """Samples between ranks: what is known of them to all ranks, their tokens to the ranks that need them.
 
 All ranks hold the same samples in the same order. Only the `holder` of a sequence has its tokens, until it sends them;
-a sample's sequences have one holder, which is a generator in a split job. Beside run/split no other file reads
-`TokenSequence.holder`.
+a sample's sequences have one holder, which is a generator in a split job. Beside run/split and the agents'
+endpoint no other file reads `TokenSequence.holder`.
 """
 
 from collections.abc import Iterable, Sequence
