@@ -5,8 +5,8 @@ The oracle is transformers' model with a router of a few lines in place of its o
 
 from dataclasses import replace
 
-import delta_net_on_cpu
 import numpy as np
+import operators_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,7 +282,7 @@ def start_engine(family, folder, precision):
     replay = config.RouterReplayConfig(enabled=True)
     cfg = config.PolicyConfig(precision=precision, max_total_sequence_length=96, router_replay=replay)
     if isinstance(policy.config.family.state, DeltaNet):
-        delta_net_on_cpu.install()
+        operators_on_cpu.install()
     engine = VLLMEngine(folder, policy.config, Tokenizer(folder), config.Config(policy=cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
     return engine, policy
