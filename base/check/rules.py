@@ -272,7 +272,7 @@ def _source_problems(key: str, sets: Sequence[DatasetConfig], hint: str) -> Iter
         if dataset.data_path is not None and ":" in function:
             yield (
                 f"{place}.data_path={dataset.data_path:.80} is not read beside dataset_name={function:.80}, "
-                f"a function of yours: set {place}.dataset_name=null to read the file, or remove data_path"
+                f"a function of yours: set {place}.dataset_name=null to read the file, or {place}.data_path=null"
             )
 
 
