@@ -104,8 +104,10 @@ def repository(tmp_path_factory):
     """The repository as its working tree is, in git, with stand-ins for torchrun and for what the network gives."""
     copy = copy_with(None, tmp_path_factory.mktemp("pages") / "main", tests=True)
     (copy / "base" / "system" / "launch.py").write_text(LAUNCH)
-    git = "git -c user.name=x -c user.email=x@x.x"
-    subprocess.run(f"git init -q -b main && git add -A && {git} commit -q -m all", shell=True, cwd=copy, check=True)
+    author = ["-c", "user.name=x", "-c", "user.email=x@x.x"]
+    subprocess.run(["git", "init", "-q", "-b", "main"], cwd=copy, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=copy, check=True)
+    subprocess.run(["git", *author, "commit", "-q", "-m", "all"], cwd=copy, check=True)
     binaries = copy / ".venv" / "bin"  # ignored by git
     binaries.mkdir(parents=True)
     (binaries / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
