@@ -74,6 +74,8 @@ def five_steps(folder: Path, ranks, fault: str) -> None:
 def live(folder: Path, fault: str, hosts: tuple[str, str]) -> None:
     """One rank to its end, as grpo.main has it."""
     watchdog.POLL_SECONDS, watchdog.GRACE_SECONDS, heartbeat.BEAT_SECONDS = 0.05, 0.8, 0.1
+    if fault == "stuck":
+        watchdog.GRACE_SECONDS = 20.0  # it ends as soon as both ranks have written their stacks, on a busy machine late
     os.environ["GRPO_HOST_NAME"] = hosts[int(os.environ["RANK"])]
     os.environ.pop("GRPO_EXIT_FILE", None)
     ranks, _ = start_process_group(tp_size=1)
