@@ -349,6 +349,11 @@ class DTensorConfig(Section):
     automodel_kwargs: AutomodelKwargs = AutomodelKwargs()
     lora_cfg: LoRAConfig = LoRAConfig()
 
+    def keeps_single_shard(self, num_trainers: int) -> bool:
+        """Whether the weights stay gathered for all packs of a phase where nobody knows a GPU's memory: those of a
+        single shard, unless LoRA has frozen them."""
+        return num_trainers == self.dp_replicate_size and not (self.cpu_offload or self.lora_cfg.enabled)
+
 
 class SequencePackingConfig(Section):
     train_mb_tokens: int | None = key(None, ">= 1")

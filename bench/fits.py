@@ -13,9 +13,9 @@ from pathlib import Path
 from base.check import memory_fit
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
+from base.plan.gpus import GIB, Gpu
 from base.plan.gpus import GPUS as GPU_BY_WORD
-from base.plan.gpus import Gpu
-from base.plan.memory_plan import GIB, SPARE, Plan
+from base.plan.memory_plan import SPARE, Plan
 from base.plan.step_time import Step, number, phase_seconds
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,14 +12,12 @@ import torch
 from base.check.command_line import gpu_memory, parse_command_line
 from base.check.rules import must_save_by_seconds
 from base.check.summary import data_lines, notes, template_notes
-from base.inputs import reader
 from base.inputs.resume import checkpoint_folder
 from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs, start_environments
-from base.plan.memory_plan import OWN_CONTEXT, Plan
 from base.system.exits import NO_PEERS, Signals, describe_failure, report_exit
 from base.system.optimizer import Optimizer
 from base.system.progress import Progress
-from base.system.ranks import Ranks, expand_segments, gather, on_rank0, start_process_group
+from base.system.ranks import Ranks, expand_segments, on_rank0, start_process_group
 from base.system.watchdog import Watchdog
 from config import Config, ConfigError
 from head import HeadOptions
@@ -31,9 +29,9 @@ from run import checkpoint
 from run.build import build, build_head, build_reference, build_sampler, hash_of_base
 from run.folder import open_run_folder
 from run.log import RunLog, Timers
-from run.memory import Memory
 
 if TYPE_CHECKING:
+    from run.memory import Memory
     from run.split.generators import Generators
 
 
@@ -56,14 +54,15 @@ class RunState:
 
 @dataclass
 class Job:
-    """What grpo.py and eval.py know before they build a model. watchdog: of a run that trains."""
+    """What grpo.py and eval.py know before they build a model. memory: where that of a GPU is known. watchdog: of a run
+    that trains."""
 
     cfg: Config
     inputs: RunInputs
     ranks: Ranks
     device: torch.device
     folder: Path
-    memory: Memory
+    memory: "Memory | None"
     watchdog: Watchdog | None
 
 
@@ -102,7 +101,7 @@ def run_rank(
 ) -> int:
     """One rank from start to exit code. work: returns why the run ended. Without to_train there is no watchdog; without
     reads_data the job has a model alone."""
-    folder = watchdog = memory = None
+    folder = watchdog = memory = job = None
     peers = NO_PEERS
     try:
         gpu_bytes, words = gpu_memory(words)
@@ -119,49 +118,30 @@ def run_rank(
         on_first_rank = partial(on_rank0, group=ranks.job)
         inputs = read_inputs(cfg, to_train=to_train, reads_data=reads_data, on_rank0=on_first_rank)
         start_environments(inputs, on_first_rank)
-        plan = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
-        if device.type == "cuda":
-            plan = with_pack_tokens(plan, ranks)
+        knows_gpu = device.type == "cuda" or gpu_bytes is not None
+        if knows_gpu:
+            from run.memory import Memory, plan_memory  # a run on a CPU does without
+
+            plan = plan_memory(cfg, inputs, ranks, gpu_bytes, to_train)
             cfg = plan.cfg
         folder = open_run_folder(cfg, ranks, to_train=to_train)
         watchdog = Watchdog(ranks, folder, cfg.watchdog) if to_train else None
-        memory = Memory(plan, ranks)
+        if knows_gpu:
+            memory = Memory(plan, ranks)
+        job = Job(cfg, inputs, ranks, device, folder, memory, watchdog)
         code = 0
-        reason = work(Job(cfg, inputs, ranks, device, folder, memory, watchdog))
+        reason = work(job)
     except BaseException as error:
-        if memory:
+        if job:
+            from run.memory import Memory, plan_memory
+
+            memory = memory or Memory(plan_memory(cfg, inputs, ranks, None, to_train), ranks)
             error = memory.explained(error, watchdog.phase if watchdog else "evaluation")
         code, reason = describe_failure(error, folder, peers)
     if watchdog:
         watchdog.stop()
     report_exit(code, reason, folder, peers)
     return code
-
-
-def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Plan:
-    """How much memory the run needs on each GPU, which has gpu_bytes; None: what torch says. A collective."""
-    others = 0  # bytes that other processes hold
-    if gpu_bytes is None and torch.cuda.is_available():
-        free_bytes, gpu_bytes = torch.cuda.mem_get_info()
-        held = gpu_bytes - free_bytes - OWN_CONTEXT
-        # The smallest GPU, and what others hold at most: all ranks have one plan.
-        gpu_bytes = min(gather(gpu_bytes, ranks.job))
-        others = max(0, *gather(held, ranks.job))
-    plan = Plan.of_run(cfg, inputs, ranks.job_size, gpu_bytes)
-    return replace(plan, trains=trains, others=others)
-
-
-def with_pack_tokens(plan: Plan, ranks: Ranks) -> Plan:
-    """With a number for train_mb_tokens where that is null: of the run which is resumed, else the plan's choice. So the
-    run's config has it. A collective."""
-    if not plan.chooses_packs:
-        return plan
-    run = plan.cfg.checkpointing.resume_from
-    tokens = None
-    if run is not None:
-        before = on_rank0(lambda: reader.load(Path(run) / "config.yaml"), ranks.job)
-        tokens = before.policy.sequence_packing.train_mb_tokens
-    return plan.with_packs(tokens or plan.tokens)
 
 
 def set_up(job: Job) -> Run:
@@ -171,14 +151,17 @@ def set_up(job: Job) -> Run:
     ranks = job.ranks
     device = job.device
     memory = job.memory
+    if memory:
+        keeps_gathered = memory.plan.keeps_gathered
+    else:
+        keeps_gathered = cfg.policy.dtensor_cfg.keeps_single_shard(ranks.world_size)
     signals = Signals(must_save_by_seconds(cfg.checkpointing))
     head_options = build_head(cfg, inputs, device)
-    model, sampler = build(cfg, inputs, ranks, device, signals.pending, keeps_gathered=memory.plan.keeps_gathered)
+    model, sampler = build(cfg, inputs, ranks, device, signals.pending, keeps_gathered=keeps_gathered)
     ranks.print_rank0(head_options.describe(model.config.vocab_size))
     expand_segments()  # vLLM has made its memory pools, and sleeps
-    weights = memory.plan.states().get("weights", 0)
-    memory.engine_bytes = torch.cuda.memory_allocated() - weights
-    memory.engine_reserved = torch.cuda.memory_reserved() - weights
+    if memory:
+        memory.note_engine()
     base_sha256 = hash_of_base(cfg, inputs, ranks)
     if ranks.bridge:
         for environment in inputs.environments.values():  # the generators grade

@@ -3,13 +3,19 @@
 import re
 import resource
 import traceback
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
-from base.plan.memory_plan import CONTEXT, GIB, Plan
+from base.check.memory_fit import gib, listed, problem, remedies, table
+from base.inputs import reader
+from base.inputs.run_inputs import RunInputs
+from base.plan.gpus import GIB
+from base.plan.memory_plan import CONTEXT, OWN_CONTEXT, Plan
 from base.system.exits import LIBRARIES, OutOfMemory
-from base.system.ranks import Ranks
-from config import ConfigError
+from base.system.ranks import Ranks, gather, on_rank0
+from config import Config, ConfigError
 
 PHASES = {"generation": "generate", "policy_and_reference_logprobs": "score"}
 PHASES |= {"policy_training": "train", "prepare_for_generation": "sync"}
@@ -28,16 +34,20 @@ class Memory:
         self.engine_reserved = 0.0
         if plan.gpu_bytes is None:
             return
-        from base.check import memory_fit  # a run on a CPU does without
-
         if ranks.job_rank == 0:
-            print(memory_fit.table(plan), flush=True)
-        too_small = memory_fit.problem(plan)
+            print(table(plan), flush=True)
+        too_small = problem(plan)
         if too_small:
             raise ConfigError(f"{too_small}. If you know better, --gpu_memory=GiB overrides what the GPU has")
 
+    def note_engine(self) -> None:
+        """What torch counts of the engine, which sleeps: all but the policy's weights."""
+        weights = self.plan.states().get("weights", 0)
+        self.engine_bytes = torch.cuda.memory_allocated() - weights
+        self.engine_reserved = torch.cuda.memory_reserved() - weights
+
     def metrics(self, peaks: dict[str, tuple[int, int, int]]) -> dict[str, float]:
-        """GiB by the plan, and as allocated and reserved, of the phases that `Timers` has peaks of: {} without CUDA."""
+        """GiB by the plan, and as allocated and reserved, of the phases that `Timers` has peaks of."""
         values = {}
         awake = {"generate": self.engine_bytes, "sync": self.plan.woken, "score": 0, "train": 0}  # of the engine
         for name in PHASES.keys() & peaks.keys():
@@ -60,8 +70,6 @@ class Memory:
         """`error`; or if it says that memory ran out in `phase`, an OutOfMemory that says where, and how to fix it."""
         if not says_no_memory(error):
             return error
-        from base.check.memory_fit import gib, listed, remedies
-
         frames = [
             frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)
         ]
@@ -80,6 +88,34 @@ class Memory:
         )
 
 
+def plan_memory(cfg: Config, inputs: RunInputs, ranks: Ranks, gpu_bytes: float | None, trains=True) -> Plan:
+    """How much memory the run needs on each GPU, which has gpu_bytes; None: what torch says. On GPUs its config has a
+    number for train_mb_tokens. A collective."""
+    others = 0  # bytes that other processes hold
+    if gpu_bytes is None and torch.cuda.is_available():
+        free_bytes, gpu_bytes = torch.cuda.mem_get_info()
+        held = gpu_bytes - free_bytes - OWN_CONTEXT
+        # The smallest GPU, and what others hold at most: all ranks have one plan.
+        gpu_bytes = min(gather(gpu_bytes, ranks.job))
+        others = max(0, *gather(held, ranks.job))
+    plan = Plan.of_run(cfg, inputs, ranks.job_size, gpu_bytes)
+    plan = replace(plan, trains=trains, others=others)
+    return with_pack_tokens(plan, ranks) if torch.cuda.is_available() else plan
+
+
+def with_pack_tokens(plan: Plan, ranks: Ranks) -> Plan:
+    """With a number for train_mb_tokens where that is null: of the run which is resumed, else the plan's choice. So the
+    run's config has it. A collective."""
+    if not plan.chooses_packs:
+        return plan
+    run = plan.cfg.checkpointing.resume_from
+    tokens = None
+    if run is not None:
+        before = on_rank0(lambda: reader.load(Path(run) / "config.yaml"), ranks.job)
+        tokens = before.policy.sequence_packing.train_mb_tokens
+    return plan.with_packs(tokens or plan.tokens)
+
+
 def says_no_memory(error: BaseException) -> bool:
     """Whether memory ran out. vLLM and torch on a CPU have no type of error for that, only words."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -89,8 +125,6 @@ def says_no_memory(error: BaseException) -> bool:
 
 def measured() -> str:
     """GiB of this process's GPU, or of host memory."""
-    from base.check.memory_fit import gib
-
     if not torch.cuda.is_available():
         return f"peak {gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}"
     free, total = torch.cuda.mem_get_info()

@@ -61,7 +61,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
         working_seconds["generation"] = seconds["total_step_time"]  # generators work while the trainers do
     run.saver.poll()  # before the step is logged: a kill loses at most save_period logged steps
     performance = performance_metrics(metrics, working_seconds, minibatches, run.model.config, run.cfg.policy)
-    performance |= run.memory.metrics(run.timer.peaks)
+    if run.memory:
+        performance |= run.memory.metrics(run.timer.peaks)
     move_to_log(samples.trained[: run.cfg.logger.num_samples_to_log], run.ranks.bridge)
     if run.log:
         run.log.step(state.step, metrics, seconds, performance)

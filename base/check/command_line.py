@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from base.check import rules
 from base.inputs import resume
 from base.inputs.run_inputs import number_in_environment
-from base.plan.memory_plan import GIB
+from base.plan.gpus import GIB
 from config import Config, ConfigError
 
 COLOCATED = "policy.generation.colocated"

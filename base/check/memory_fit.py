@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from base.check.rules import check_config
-from base.plan.memory_plan import CONTEXT, GIB, SPARE, Items, Plan
+from base.plan.gpus import GIB
+from base.plan.memory_plan import CONTEXT, SPARE, Items, Plan
 from config import ConfigError, num_recomputed
 
 Fixes = dict[str, object]  # a key -> its new value

@@ -15,8 +15,8 @@ from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
 from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs, start_environments
 from base.plan import step_time
-from base.plan.gpus import GPUS, Gpu
-from base.plan.memory_plan import GIB, Plan
+from base.plan.gpus import GIB, GPUS, Gpu
+from base.plan.memory_plan import Plan
 from config import Config, ConfigError
 
 SMALL_MODEL = 50  # million parameters

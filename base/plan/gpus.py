@@ -3,6 +3,7 @@ with sparsity."""
 
 from dataclasses import dataclass
 
+GIB = 2**30
 A100, HOPPER, BLACKWELL = 312e12, 989.5e12, 2250e12
 
 

@@ -13,10 +13,10 @@ from base.hf.families import HAS_FLA, Mamba, ShortConv
 from base.hf.lora_layers import factor_shapes, router_endings
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs
+from base.plan.gpus import GIB
 from config import Config, num_recomputed
 from kernels import sizes
 
-GIB = 2**30
 NUMBER = {"bfloat16": 2, "float32": 4}
 # Not yet measured here: CUDA's context and NCCL's buffers 1 to 2 GiB, a sleeping vLLM 0.8 (NVIDIA-NeMo/RL#223).
 CONTEXT = 2.5 * GIB
@@ -420,11 +420,11 @@ class Plan:
     @cached_property
     def keeps_gathered(self) -> bool:
         """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free.
-        If nobody knows the GPU, a single shard stays, unless LoRA has frozen it."""
+        """
         if self.cfg.policy.dtensor_cfg.cpu_offload or not self.trains:
             return False
         if self.gpu_bytes is None:
-            return self.num_shards == 1 and not self.lora
+            return self.cfg.policy.dtensor_cfg.keeps_single_shard(self.num_gpus)
         needed = _moments([*self.train(keeps=True), *self.score(keeps=True)]).values()
         largest = max(sum(items.values()) for items in needed)
         return largest + CONTEXT + self.others <= (1 - SPARE) * self.gpu_bytes

@@ -36,7 +36,8 @@ from base.check.rules import check_config
 from base.hf.families import FAMILIES
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
-from base.plan.memory_plan import GIB, Plan, count, rounded_up
+from base.plan.gpus import GIB
+from base.plan.memory_plan import Plan, count, rounded_up
 from base.system.host_inputs import ParkedInput
 from config import (
     ColocatedConfig,

@@ -21,11 +21,12 @@ import rollout
 from base.check.memory_fit import changed
 from base.hf.model_config import read_model_config
 from base.inputs import reader
-from base.plan.memory_plan import CONTEXT, GIB, Plan
+from base.plan.gpus import GIB
+from base.plan.memory_plan import CONTEXT, Plan
 from base.system import exits
 from base.system.ranks import Ranks
 from config import ColocatedConfig, ColocatedResourcesConfig, Config, ConfigError, DataConfig, DatasetConfig
-from run import build, job
+from run import build
 from run import memory as memory_module
 from run.log import Timers
 from run.memory import NO_MEMORY, Memory
@@ -144,7 +145,7 @@ def test_what_a_user_says_comes_before_what_the_gpu_says(one_rank, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, GIB))
     inputs = SimpleNamespace(model_config=read_model_config(STARTER), reward_model=None, reference_model=None)
     inputs.tokenizer = SimpleNamespace(vocab_size=262)
-    plan_memory = partial(job.plan_memory, Config(), inputs, one_rank[0])
+    plan_memory = partial(memory_module.plan_memory, Config(), inputs, one_rank[0])
     with pytest.raises(ConfigError, match=rf"^memory: .* on each GPU, which has 1; .*{re.escape(KNOWS_BETTER)}$"):
         Memory(plan_memory(None), one_rank[0])
     assert plan_memory(900 * GIB).gpu_bytes == 900 * GIB
@@ -157,12 +158,12 @@ def test_a_resumed_run_keeps_its_packs(one_rank, tmp_path):
     """A new run on a large GPU has the plan's number in its config; resumed, that of the folder, on any GPU."""
     data = DataConfig(train=(DatasetConfig(data_path="x"),), validation=())
     plan = Plan(Config(data=data), read_model_config(STARTER), 262, 1, 900 * GIB)
-    new = job.with_pack_tokens(plan, one_rank[0])
+    new = memory_module.with_pack_tokens(plan, one_rank[0])
     assert new.cfg.policy.sequence_packing.train_mb_tokens == plan.tokens == 32_768
     for tokens, expected in ((5000, 5000), (None, 32_768)):
         (tmp_path / "config.yaml").write_text(reader.to_yaml(plan.with_packs(tokens).cfg))
         resumed = changed(plan, {"checkpointing.resume_from": str(tmp_path)})
-        assert job.with_pack_tokens(resumed, one_rank[0]).tokens == expected
+        assert memory_module.with_pack_tokens(resumed, one_rank[0]).tokens == expected
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ import envs
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, merged_weight
 from base.inputs.reader import load
-from base.plan.memory_plan import GIB
+from base.plan.gpus import GIB
 from base.system.exchange import move_tokens
 from base.system.ranks import start_process_group
 from config import ConfigError
