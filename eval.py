@@ -20,8 +20,8 @@ if "RANK" in os.environ and __name__ == "__main__":  # before torch and vllm are
 from base.check.command_line import ALL_RANKS_GENERATE
 from base.system.disk import keep_console
 from base.system.exits import exit_process
+from run.evaluation import evaluate
 from run.job import run_rank
-from run.validation import evaluate
 
 USAGE = (
     "usage: [torchrun --nproc_per_node=N] eval.py CONFIG.yaml [policy.model_name=X | checkpointing.resume_from=RUN] "

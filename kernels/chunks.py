@@ -17,7 +17,6 @@ from kernels import sizes
 from kernels.backend import KernelBackend, choose_backend
 from kernels.filter import SamplingFilter, mark_cut_targets_
 from kernels.matmul import mm_float32, wide_dtype
-from kernels.row_kernels import row_stats, write_dlogits
 
 
 class LogitChunk(Protocol):
@@ -32,32 +31,6 @@ class LogitChunk(Protocol):
         """dz_CV in the inputs' dtype, after this chunk's own `logp_and_entropy`: with statistics of another matmul,
         1 - p of a near-certain token would be rounding error. g_C, h_C: derivatives of the loss in logp and entropy;
         None: 0."""
-
-
-@dataclass(slots=True)
-class TritonChunk:
-    """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
-
-    rows: slice
-    logits_CV: Tensor
-    target_C: Tensor
-    vocab: int
-    temperature: float
-    softcap: float | None
-    dtype: torch.dtype  # of dz
-    stats_KC: Tensor = field(init=False)  # of `row_stats`
-
-    def logp_and_entropy(self) -> Tensor:
-        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.vocab, self.temperature)
-        mark_cut_targets_(self.stats_KC[0])
-        return self.stats_KC[:2]
-
-    def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
-        num_columns = self.logits_CV.shape[1]
-        dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
-        options = (self.vocab, self.temperature, self.softcap)
-        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, *options)
-        return dlogits_CV
 
 
 @dataclass(slots=True)
@@ -131,6 +104,8 @@ def logit_chunks(
     torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
     most_rows = max(num_rows, backend.pack_rows)  # so that the memory which a pack leaves is what the next one asks for
     if backend.name == "triton":
+        from kernels.row_kernels import TritonChunk  # PyTorch's does without Triton
+
         row_stride = sizes.row_stride(len(weight_VD))
         chunk_rows = sizes.triton_rows(most_rows, row_stride, backend.chunk_rows)
         make_chunk = TritonChunk

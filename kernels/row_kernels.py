@@ -17,12 +17,14 @@ multiple of 16 (kernels/sizes.py): the kernels load and store whole rows, 16 byt
 """
 
 import math
+from dataclasses import dataclass, field
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.filter import CUT
+from kernels.filter import CUT, mark_cut_targets_
 
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
 CUT_LOGIT = tl.constexpr(CUT)
@@ -78,6 +80,32 @@ def launch_options(row_stride: int) -> dict[str, int]:
     """Columns per block, and warps, of a program that owns a row."""
     block = min(BLOCK, triton.next_power_of_2(row_stride))
     return {"BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+@dataclass(slots=True)
+class TritonChunk:
+    """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
+
+    rows: slice
+    logits_CV: Tensor
+    target_C: Tensor
+    vocab: int
+    temperature: float
+    softcap: float | None
+    dtype: torch.dtype  # of dz
+    stats_KC: Tensor = field(init=False)  # of `row_stats`
+
+    def logp_and_entropy(self) -> Tensor:
+        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.vocab, self.temperature)
+        mark_cut_targets_(self.stats_KC[0])
+        return self.stats_KC[:2]
+
+    def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        num_columns = self.logits_CV.shape[1]
+        dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
+        options = (self.vocab, self.temperature, self.softcap)
+        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, *options)
+        return dlogits_CV
 
 
 @triton.jit

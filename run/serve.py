@@ -10,8 +10,8 @@ from base.system.exits import Signals
 from config import ConfigError
 from records import SamplingOptions
 from run.build import build, build_endpoint
+from run.evaluation import load_scored
 from run.job import Job
-from run.validation import load_scored
 
 CONFIG = Path(__file__).with_suffix(".yaml")  # of a model that no run has made
 REMEMBERED = 10_000  # newest calls that a conversation can go on from

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ahead import age_metrics
 from base.hf.weights import adapter_config, save_adapter, save_hf
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import describe_os_error
@@ -43,6 +42,8 @@ def end_step(run: Run, samples: StepSamples, minibatches: list[Minibatch], metri
     async_grpo = run.cfg.grpo.async_grpo
     state.step += 1
     if async_grpo.enabled:
+        from ahead import age_metrics
+
         metrics |= age_metrics(samples.trained, state.step, run.sampler.groups_under_way())
     if run.cfg.env.agents:
         from base.agents.metrics import agent_metrics

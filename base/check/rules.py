@@ -14,7 +14,7 @@ from pathlib import Path
 
 from base.check.contradictions import contradictions
 from base.inputs import reader
-from base.system.imports import ROOT
+from base.system.users_code import ROOT
 from config import ENVIRONMENTS, CheckpointingConfig, Config, ConfigError, DataConfig, DatasetConfig, EnvConfig
 
 RESOURCES = "policy.generation.colocated.resources"

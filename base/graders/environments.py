@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, SupportsFloat
 
-from base.system.imports import call, import_attribute, needed_by
+from base.system.users_code import call, needed_by
 from config import ConfigError, EnvConfig, shortened
 from envs import OUTCOMES, Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
 
@@ -26,6 +26,8 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
     ConfigError.
     """
     if ":" in name:
+        from base.system.imports import import_attribute  # a run without dotted paths does without, here and elsewhere
+
         environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
     elif name in WITHOUT_A_PROCESS:
         environment = WITHOUT_A_PROCESS[name]()

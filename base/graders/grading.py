@@ -18,7 +18,7 @@ from base.graders.environments import read_results
 from base.graders.pool import PoolEnvironment
 from base.system.disk import say
 from base.system.exits import Interrupted, StopRun
-from base.system.imports import describe
+from base.system.users_code import describe
 from config import ConfigError
 from envs import Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
 from records import Problem

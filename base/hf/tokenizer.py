@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from base.system.files import read_bytes, read_json, read_text
-from base.system.imports import describe
+from base.system.users_code import describe
 from config import DataError
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

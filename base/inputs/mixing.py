@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from base.inputs.scan import Dataset
-from base.system.imports import call, import_attribute
+from base.system.users_code import call
 from config import Config, ConfigError, DatasetConfig
 from records import Problem, Sample, groups_of
 
@@ -62,6 +62,8 @@ class Mixture:
         if cfg.data.use_multiple_dataloader:
             self.turn = cfg.data.num_prompts_per_dataloader
             if cfg.data.custom_dataloader:
+                from base.system.imports import import_attribute
+
                 self.sampler = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
         self.weights: list[Fraction] = []
         if all(section.weight for section in cfg.data.train):

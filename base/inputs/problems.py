@@ -12,7 +12,7 @@ from base.hf.tokenizer import ControlTokenInText, Tokenizer
 from base.inputs.chats import read_messages, read_tools
 from base.inputs.sources import Source, with_preset
 from base.system.files import Json, read_text
-from base.system.imports import describe, import_attribute
+from base.system.users_code import describe
 from config import ENVIRONMENTS, DataError, DatasetConfig, shortened
 from records import Problem
 
@@ -38,6 +38,8 @@ class ProblemMaker:
             self.prompt = split_prompt(self.cfg.prompt_file)
         self.processor: Callable[[Json], dict | None] | None = None
         if self.cfg.processor:
+            from base.system.imports import import_attribute
+
             self.processor = import_attribute(self.cfg.processor, "processor")
         # task_name of a row -> environment. A row may not name arbitrary code: only the config does.
         # The name of a data set, or of its file, decides nothing.

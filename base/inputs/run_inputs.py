@@ -28,7 +28,7 @@ from base.hf.tokenizer import Tokenizer
 from base.inputs import resume
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset, OnRank0, load_dataset
-from base.system.imports import ROOT, call, needed_by
+from base.system.users_code import ROOT, call, needed_by
 from config import (
     Config,
     ConfigError,

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from base.system.exits import StopRun
-from base.system.imports import call, import_attribute
+from base.system.imports import import_attribute
+from base.system.users_code import call
 from config import ConfigError
 from records import Sample
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from base.system.files import download, open_file, parse_json, read_bytes
-from base.system.imports import call, import_attribute
+from base.system.users_code import call
 from config import DataError, DatasetConfig
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ class Source:
 def open_source(cfg: DatasetConfig) -> Source:
     """The source that a section (after `with_preset`) names. DataError if it cannot be read."""
     if cfg.dataset_name:
+        from base.system.imports import import_attribute
+
         function = import_attribute(cfg.dataset_name, "dataset_name")
         problem = f"dataset_name '{cfg.dataset_name}', which must return a sequence of rows,"
         return _held(cfg.dataset_name, call(problem, function, cfg))

@@ -102,6 +102,13 @@ class Peers:
         host, _ = self.processes.get(rank, (host_name(), 0))
         return f"{side}rank {rank} on {host}"
 
+    def first_ranks(self) -> dict[str, int]:
+        """The host of rank 0, then the others -> its first rank."""
+        first_rank_of: dict[str, int] = {}
+        for rank, (host, _) in sorted(self.processes.items()):
+            first_rank_of.setdefault(host, rank)
+        return first_rank_of
+
     def find_lost_rank(self) -> int | None:
         """A rank on this machine whose process has ended. None while all live."""
         for rank, (host, pid) in self.processes.items():

@@ -10,7 +10,7 @@ import threading
 
 import torch.distributed as dist
 
-from base.system.exits import Peers, host_name
+from base.system.exits import host_name
 
 BEAT_SECONDS = 5.0
 SILENT_POLLS = 45  # of the watchdog, one a second: a process that was itself stopped has not counted meanwhile
@@ -19,7 +19,7 @@ LEFT = b"left"  # the value of a machine whose first rank has ended its work
 
 class Heartbeat:
     """This machine's beat, and how long the others have been silent. A thread talks to the store, which hangs with its
-    machine. hosts: of the ranks, rank 0's first."""
+    machine. hosts: of the ranks, rank 0's first. A run on one machine has no heartbeat (`watchdog`)."""
 
     def __init__(self, hosts: list[str]):
         self.store_host = hosts[0]
@@ -71,13 +71,3 @@ class Heartbeat:
                 newest[host] = value
             self.polls_without_store = 0
         store.set(host_name(), LEFT)
-
-
-def start_heartbeat(peers: Peers, job_rank: int) -> Heartbeat | None:
-    """The heartbeat of this machine, on its first rank; None on all others, and in a run on one machine."""
-    first_rank_of: dict[str, int] = {}
-    for rank, (host, _) in sorted(peers.processes.items()):
-        first_rank_of.setdefault(host, rank)
-    if len(first_rank_of) < 2 or first_rank_of[host_name()] != job_rank:
-        return None
-    return Heartbeat(list(first_rank_of))

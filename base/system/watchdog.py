@@ -17,8 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from base.system.disk import describe_os_error, write_whole
-from base.system.exits import EXIT_CRASH, EXIT_HUNG, LIBRARIES, how_to_go_on, report_exit
-from base.system.heartbeat import start_heartbeat
+from base.system.exits import EXIT_CRASH, EXIT_HUNG, LIBRARIES, host_name, how_to_go_on, report_exit
 from base.system.ranks import Ranks
 from config import WatchdogConfig
 
@@ -42,7 +41,12 @@ class Watchdog:
         self.waits = False
         self.since = time.monotonic()
         self.stopped = threading.Event()
-        self.heartbeat = start_heartbeat(ranks.peers, ranks.job_rank)
+        self.heartbeat = None
+        first_rank_of = ranks.peers.first_ranks()
+        if len(first_rank_of) > 1 and first_rank_of[host_name()] == ranks.job_rank:
+            from base.system.heartbeat import Heartbeat  # a run on one machine has none
+
+            self.heartbeat = Heartbeat(list(first_rank_of))
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # by hand: kill -USR2 <pid of a rank>
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 

@@ -15,7 +15,7 @@ from environments import ready
 import envs
 from base.graders import environments
 from base.graders.reward_function import RewardFunction
-from base.system.imports import describe
+from base.system.users_code import describe
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import StepResult
 from judges.pool import Graded
