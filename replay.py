@@ -35,7 +35,7 @@ from model import Decoder, Reference
 from optim import EntropyBonus, build_optimizer, set_learning_rate
 from pack import make_minibatches
 from records import Sample
-from run import checkpoint, dump
+from run import dump, restore
 from run.build import build_head, build_policy, build_reference, hash_of_base
 
 USAGE = "usage: [torchrun --nproc_per_node=N | python] replay.py RUN/rollouts/step_000001 [key.sub=value ...]"
@@ -61,7 +61,7 @@ def read_config(folder: Path, words: list[str]) -> Config:
 def replay(folder: Path, cfg: Config, ranks: Ranks, device: torch.device) -> Replayed:
     """Trains the step of `folder` again. A collective. Raises ConfigError if the dump is damaged, or if the checkpoint
     before the step is missing; StopRun where a check stops the step."""
-    problem = checkpoint.problem_of(folder, ranks)  # a dump has the form of a checkpoint
+    problem = restore.problem_of(folder, ranks)  # a dump has the form of a checkpoint
     if problem:
         raise ConfigError(f"{folder}: {problem}; replay another step")
     step = read_meta(folder)["step"]
@@ -122,7 +122,7 @@ def restore_step_before(
         )
     wanted = replace(cfg.checkpointing, resume="must", resume_step=str(step - 1))
     reference_shards = reference.shards if reference else {}
-    state = checkpoint.load(checkpoints, wanted, model, optimizer, ranks, reference_shards, base_sha256)
+    state = restore.load(checkpoints, wanted, model, optimizer, ranks, reference_shards, base_sha256)
     with of_this_program(before):
         return int(state["num_bad_steps"]), EntropyBonus(**state.get("bonus", {}))
 

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints. base/inputs/resume.py finds them and tells which are whole, without torch.
+"""Writes checkpoints. run/restore.py reads them; base/inputs/resume.py finds them and tells which are whole.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
 of the float32 master weights, of the optimizer's state and of the reference policy, and whole the buffers that belong
@@ -28,29 +28,17 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from base.hf.model_config import weight_files
 from base.hf.weights import ADAPTER, local_shard, sharded_parameters
-from base.inputs.resume import (
-    VERSION,
-    by_metric,
-    candidates,
-    committed,
-    damaged,
-    digest,
-    numbered,
-    of_this_program,
-    read_meta,
-)
+from base.inputs.resume import VERSION, by_metric, committed, digest, numbered, read_meta
 from base.system.disk import flush, replace_folder, write_whole
 from base.system.exits import Saved, StopRun
-from base.system.optimizer import Optimizer
-from base.system.ranks import Ranks, any_rank, gather, local_rows, on_rank0
-from config import CheckpointingConfig, ConfigError
+from base.system.ranks import Ranks, any_rank, gather, on_rank0
+from config import CheckpointingConfig
 
 MAX_FAILURES = 3  # saves in a row that the disk refused, before the run stops
 
@@ -66,7 +54,7 @@ def write_part(file: Path, write: Callable[[], None]) -> dict | str:
     try:
         write()
         flush(file)
-        return {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}}
+        return {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}}
     except Exception as error:  # safetensors raises its own for a full disk; `commit` raises it on all ranks
         return f"{file}: {error}"
 
@@ -138,10 +126,10 @@ class Saver(AbstractContextManager):
         reference: dict[str, Tensor],
         metrics: dict[str, float],
     ) -> None:
-        """Begins checkpoint `step`: on return the state is copied, and training may go on. `state`: JSON-able, `load`
-        returns it. `reference`: this rank's rows of the reference policy by parameter name, or {}. `metrics`: of the
-        last training step; keep_top_k compares one of these or of `state["last_validation"]`. A disk without room costs
-        this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun)."""
+        """Begins checkpoint `step`: on return the state is copied, and training may go on. `state`: JSON-able;
+        `restore.load` returns it. `reference`: this rank's rows of the reference policy by parameter name, or {}.
+        `metrics`: of the last training step; keep_top_k compares one of these or of `state["last_validation"]`. A disk
+        without room costs this checkpoint, not the run; MAX_FAILURES in a row end the run (StopRun)."""
         self.finish()
         metric = self._metric(metrics, state.get("last_validation", {}))
         tensors = _copy_to_host(model, optimizer, reference)
@@ -243,72 +231,9 @@ class Saver(AbstractContextManager):
         self.ranks.print_rank0(f"WARNING: {failure}; training continues, and the next checkpoint will be tried")
 
 
-def load(
-    folder: Path,
-    cfg: CheckpointingConfig,
-    model: nn.Module,
-    optimizer: HasState | None,
-    ranks: Ranks,
-    reference: dict[str, Tensor],
-    base: str | None = None,
-) -> dict:
-    """Restores the newest checkpoint of `folder`, or the one that resume_step names, on any number of ranks: into the
-    model, the `reference` (as in `save`) and a fresh optimizer, or without one the weights alone. Returns its `state`,
-    with `step`. resume=auto takes the newest good checkpoint, with a warning for each damaged one; else the newest must
-    be good. ConfigError, on all ranks, names the damaged file, or says that `base` is not the state's base_sha256."""
-    for path in on_rank0(lambda: candidates(folder, cfg)):  # rank 0's view of a shared disk
-        problem = problem_of(path, ranks)
-        if problem is None:
-            meta = read_meta(path)
-            with of_this_program(path):
-                return _load(path, meta, model, optimizer, reference, base)
-        if cfg.resume != "auto":
-            raise ConfigError(damaged(problem, path))
-        ranks.print_rank0(f"WARNING: {problem}: continuing from an older checkpoint")
-    raise ConfigError(f"checkpointing.resume_from: no complete checkpoint in {folder}; unset the key to start anew")
-
-
-def _load(
-    path: Path, meta: dict, model: nn.Module, optimizer: HasState | None, reference: dict[str, Tensor], base: str | None
-) -> dict:
-    """The state of a checkpoint whose checksums are right, with `step`; its tensors go where `load` says."""
-    state = meta["state"]
-    if state.get("base_sha256") != base:
-        raise ConfigError(f"{path}: its adapters belong to other weights: name those in policy.model_name")
-    _restore(path, sorted(meta["files"]), model, optimizer, reference)
-    state["step"] = meta["step"]
-    return state
-
-
-def problem_of(path: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint, or None; the same on all ranks, which share the work of reading its files."""
-    meta = read_meta(path)
-    if isinstance(meta, str):
-        own_problem = meta
-    else:
-        own_problem = _problem_of_files(path, meta["files"], ranks)
-    for problem in gather(own_problem):
-        if problem is not None:
-            return problem
-    return None
-
-
-def _problem_of_files(path: Path, files: dict[str, dict], ranks: Ranks) -> str | None:
-    """What is wrong with this rank's share of the files, or None."""
-    problem = None
-    for name in sorted(files)[ranks.rank :: ranks.world_size]:
-        file = path / name
-        try:
-            if _sha256(file) != files[name]["sha256"]:
-                problem = f"{file}: content differs from its checksum in meta.json"
-        except OSError as error:
-            problem = f"{file}: {error.strerror}"
-    return problem
-
-
 def _copy_to_host(model: nn.Module, optimizer: HasState, reference: dict[str, Tensor]) -> dict[str, Tensor]:
     """Name in the file -> copy of this rank's rows, for the thread to write; {} where another replica writes them."""
-    params, buffers = _stored(model)
+    params, buffers = stored_tensors(model)
     if not all(map(_is_of_first_replica, params.values())):
         return {}
     tensors = {f"reference.{name}": rows for name, rows in reference.items()}
@@ -342,74 +267,7 @@ def _describe_state(value: Tensor | float, param: Tensor) -> tuple[str, Tensor]:
     return "replicated", value
 
 
-def _read_state(files: list[safe_open], name: str, kind: str, param: Tensor) -> Tensor:
-    """What `_describe_state` described."""
-    if kind == "replicated":
-        return files[0].get_tensor(name).to(param.device)
-    rows = _read_rows(files, name, param).to(param.device)
-    if kind == "local":
-        return rows
-    tensor = torch.empty_like(param, dtype=rows.dtype)  # DTensor.from_local would take it from the host to the mesh
-    tensor.to_local().copy_(rows)
-    return tensor
-
-
-def _read_rows(files: list[safe_open], name: str, param: Tensor) -> Tensor:
-    """This rank's rows of a tensor like `param`, which lies in the files cut into rows, one rank's after another's."""
-    rows = local_rows(param)
-    parts = []
-    start = 0  # the number, in the whole tensor, of the first row of the file
-    for file in files:
-        stored = file.get_slice(name)
-        num_stored = stored.get_shape()[0]
-        first = min(max(rows.start - start, 0), num_stored)
-        end = min(max(rows.stop - start, first), num_stored)
-        parts.append(stored[first:end])
-        start += num_stored
-    tensor = torch.cat(parts)
-    if tensor.shape != local_shard(param).shape or start != len(param):
-        raise ConfigError(f"{name}: {(start, *tensor.shape[1:])} in the checkpoint, {(*param.shape,)} in the model")
-    return tensor
-
-
-@torch.no_grad()
-def _restore(
-    path: Path, shards: list[str], model: nn.Module, optimizer: HasState | None, reference: dict[str, Tensor]
-) -> None:
-    files = [safe_open(path / shard, framework="pt") for shard in shards]
-    names = sorted(files[0].keys())
-    params, buffers = _stored(model)
-    in_model = {f"param.{name}" for name in params} | {f"buffer.{name}" for name in buffers}
-    in_checkpoint = {name for name in names if name.startswith(("param.", "buffer."))}
-    if in_model != in_checkpoint:
-        other = min(in_model ^ in_checkpoint)
-        raise ConfigError(f"{path}: does not fit policy.model_name: only one of the two has {other}")
-    for name, param in params.items():
-        local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
-    for name, buffer in buffers.items():
-        buffer.copy_(files[0].get_tensor(f"buffer.{name}"))  # each rank has written all of it
-    if optimizer is None:
-        return
-    has_reference = any(name.startswith("reference.") for name in names)
-    needs_reference = len(reference) > 0
-    if has_reference != needs_reference:
-        saved = f"{path}: was saved {'with' if has_reference else 'without'} a reference policy"
-        raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
-    for name, rows in reference.items():
-        rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
-    for stored in names:
-        kind, _, rest = stored.partition(".")
-        if kind in ("param", "buffer", "reference"):
-            continue
-        # Of the optimizer, which has no state before its first step.
-        key, _, name = rest.partition(".")
-        value = _read_state(files, stored, kind, params[name])
-        if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
-            value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
-        optimizer.state[params[name]][key] = value
-
-
-def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters and the buffers that a checkpoint holds: all, frozen routers too; with LoRA only its own."""
     params = {}
     buffers = {}
@@ -427,11 +285,11 @@ def _stored(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def weights_sha256(folder: Path, ranks: Ranks) -> str:
     """The fingerprint of a model folder's weights. The ranks share the work of reading the files. A collective."""
     own_files = weight_files(folder)[ranks.rank :: ranks.world_size]
-    digests = chain.from_iterable(gather([_sha256(file) for file in own_files]))
+    digests = chain.from_iterable(gather([sha256_of(file) for file in own_files]))
     text = "".join(sorted(digests))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,7 +11,7 @@ from base.system.disk import write_whole
 from metrics import summarize
 from model import Decoder
 from records import groups_of
-from run import checkpoint
+from run import restore
 from run.build import build, hash_of_base
 from run.job import Job
 from run.log import RunLog, shown
@@ -69,5 +69,5 @@ def load_scored(job: Job, model: Decoder) -> tuple[int, str | None]:
         return 0, None
     checkpoints = checkpoint_folder(saving, Path(saving.resume_from))
     base = hash_of_base(job.cfg, job.inputs, job.ranks)
-    state = checkpoint.load(checkpoints, saving, model, None, job.ranks, {}, base)
+    state = restore.load(checkpoints, saving, model, None, job.ranks, {}, base)
     return state["step"], f"{checkpoints}, step {state['step']}"

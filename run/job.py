@@ -214,9 +214,11 @@ def restore(run: Run) -> None:
         if any(checkpoints.glob("step_*")):
             raise ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
         return
+    from run.restore import load  # a run that resumes none does without
+
     reference_shards = run.reference.shards if run.reference else {}
     base_sha256 = run.state.base_sha256
-    counters = checkpoint.load(checkpoints, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
+    counters = load(checkpoints, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
     counters["bonus"] = EntropyBonus(**counters.get("bonus", {}))
     state = RunState(**counters)
     run.state = state

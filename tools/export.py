@@ -18,7 +18,7 @@ from base.system.disk import keep_console
 from base.system.exits import exit_process, run_command
 from base.system.ranks import on_rank0, start_process_group
 from config import ConfigError
-from run import checkpoint
+from run import restore
 from run.build import build_policy, hash_of_base
 from run.steps import export
 
@@ -44,7 +44,7 @@ def work() -> str:
     model = build_policy(cfg, inputs, ranks, device)
     base = hash_of_base(cfg, inputs, ranks)
     saved = resume.checkpoint_folder(cfg.checkpointing, run)
-    step = checkpoint.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
+    step = restore.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
     out = run / "exports" / f"step_{step:06d}"
     export(cfg, model, out, inputs, base)
     return f"exported step {step}: {out / 'hf_model'}"

@@ -16,7 +16,7 @@ import config
 import optim
 from base.system.ranks import start_process_group
 from head import HeadOptions
-from run import checkpoint
+from run import checkpoint, restore
 
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-2, weight_decay=0.1))
 MUON = replace(ADAMW, name="torch.optim.Muon", muon_lr=2e-2, muon_momentum=0.9)
@@ -244,7 +244,7 @@ def two_ranks(work):
 
     again = sharded(2)
     fresh = optim.build_optimizer(again, MUON)
-    assert checkpoint.load(work / "checkpoints", config.CheckpointingConfig(), again, fresh, place, {}) == {"step": 2}
+    assert restore.load(work / "checkpoints", config.CheckpointingConfig(), again, fresh, place, {}) == {"step": 2}
     assert not torch.equal(next(again.parameters()).to_local(), next(model.parameters()).to_local())
     train(again, fresh, (3,))
     whole = {}
@@ -272,7 +272,7 @@ def test_muon_on_two_ranks_resumes_to_the_bit_and_is_within_3_percent_of_one(one
     # The checkpoint of two ranks on one: rows are put together, whatever their optimizer calls its tensors.
     resumed = sharded(1)
     optimizer = optim.build_optimizer(resumed, MUON)
-    checkpoint.load(tmp_path / "checkpoints", config.CheckpointingConfig(), resumed, optimizer, one_rank[0], {})
+    restore.load(tmp_path / "checkpoints", config.CheckpointingConfig(), resumed, optimizer, one_rank[0], {})
     for name, param in resumed.named_parameters():
         assert torch.equal(optimizer.state[param]["of_my_rows"], param.full_tensor()), name
     train(resumed, optimizer, (3,))

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from base.inputs import resume
 from base.system.ranks import Ranks
 from config import CheckpointingConfig, ConfigError
-from run import checkpoint
+from run import checkpoint, restore
 
 # name -> (rank, module, function, before or after it, at which of its calls in a life)
 POINTS = {
@@ -89,7 +89,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     model, optimizer = model_at(-1, mesh)
     step = 0
     if resume.checkpoints(checkpoints):
-        state = checkpoint.load(checkpoints, CheckpointingConfig(resume="auto"), model, optimizer, ranks, {})
+        state = restore.load(checkpoints, CheckpointingConfig(resume="auto"), model, optimizer, ranks, {})
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state
         assert model.weight.to_local().unique().tolist() == [float(step)], (step, model.weight.to_local())

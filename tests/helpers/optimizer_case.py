@@ -13,7 +13,7 @@ import model as model_module
 from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer, clip_grad_norm
-from run import checkpoint
+from run import checkpoint, restore
 
 LENGTHS = [5, 9, 3]
 ADAMW = config.OptimizerConfig(kwargs=config.OptimizerKwargs(lr=1e-3))
@@ -124,6 +124,6 @@ def check_checkpoints(folder, mesh, ranks, work, cfg):
         train(model, optimizer, (2,))  # while it is being written
         saver.finish()
         model, optimizer = fresh(folder, mesh, cfg, offloads=not offloads)
-        checkpoint.load(saver.folder, config.CheckpointingConfig(), model, optimizer, ranks, {})
+        restore.load(saver.folder, config.CheckpointingConfig(), model, optimizer, ranks, {})
         train(model, optimizer, (2, 3))
         assert_equal(snapshot(model, optimizer), snapshot(*unbroken))

@@ -30,7 +30,7 @@ from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAC
 from head import HeadOptions, response_logps
 from model import Reference, load_policy
 from pack import pack_samples, to_device
-from run import checkpoint
+from run import checkpoint, restore
 from run.folder import open_run_folder
 
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
@@ -95,8 +95,8 @@ def check_resume(folder, work, place, device, mesh, lora=None):
 
     model, optimizer = fresh(folder, device, mesh, lora)
     with pytest.raises(ConfigError, match=r"adapters belong to other weights: name those in policy.model_name"):
-        checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base="b" * 64)
-    loaded = checkpoint.load(work, CheckpointingConfig(), model, optimizer, place, {}, base=base)
+        restore.load(work, CheckpointingConfig(), model, optimizer, place, {}, base="b" * 64)
+    loaded = restore.load(work, CheckpointingConfig(), model, optimizer, place, {}, base=base)
     assert loaded == {"step": 2, **STATE, "base_sha256": base}
     assert_equal(snapshot(model, optimizer), saved)
     train_step(model, optimizer, 2, place)
@@ -131,7 +131,7 @@ def save_by_two(folder, work):
         file.write_bytes(file.read_bytes()[:-1] + b"?")
     dist.barrier()
     with pytest.raises(ConfigError) as error:  # on both, or the other would wait in the next collective
-        checkpoint.load(file.parent.parent, CheckpointingConfig(), *fresh(folder, device, mesh), place, {})
+        restore.load(file.parent.parent, CheckpointingConfig(), *fresh(folder, device, mesh), place, {})
     assert str(error.value).startswith(f"{file}: content differs from its checksum in meta.json: the checkpoint is")
 
 
@@ -143,7 +143,7 @@ def load_by_two_again(folder, work):
     for source in (work, work / "of_one"):
         model, optimizer = fresh(folder, device, mesh)
         reference = Reference(model).shards if source != work else {}
-        state = checkpoint.load(source, CheckpointingConfig(), model, optimizer, place, reference)
+        state = restore.load(source, CheckpointingConfig(), model, optimizer, place, reference)
         assert state.items() >= STATE.items()
         snapshots.append(snapshot(model, optimizer))
     assert_equal(*snapshots)
@@ -158,7 +158,7 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
 
     place, device, mesh = one_rank
     model, optimizer = fresh(tiny[0], device, mesh)
-    assert checkpoint.load(tmp_path, CheckpointingConfig(), model, optimizer, place, {}).items() >= STATE.items()
+    assert restore.load(tmp_path, CheckpointingConfig(), model, optimizer, place, {}).items() >= STATE.items()
     ours, shards = snapshot(model, optimizer), [load_file(tmp_path / "step_000002" / name) for name in meta["files"]]
     assert_equal(ours, {name: x if x.dim() == 0 else cat([s[name] for s in shards]) for name, x in shards[0].items()})
     kinds = {name.partition(".model.")[0] for name in ours}
@@ -179,7 +179,7 @@ def test_what_a_mixture_of_experts_does_not_train_is_stored(one_rank, tmp_path):
     place, device, mesh = one_rank
     expected = dict(full_tensors(load_policy(tmp_path / "model", device=device), torch.float32))
     again, optimizer = fresh(tmp_path / "other", device, mesh)
-    checkpoint.load(tmp_path / "work", CheckpointingConfig(), again, optimizer, place, {})
+    restore.load(tmp_path / "work", CheckpointingConfig(), again, optimizer, place, {})
     found = dict(full_tensors(again, torch.float32))
     assert_equal(found, expected)
     file = tmp_path / "work" / "step_000001" / "rank_00001.safetensors"
@@ -212,7 +212,7 @@ def test_whatever_an_optimizer_keeps_for_a_parameter_comes_back(tiny, one_rank, 
         }
     with checkpoint.Saver(tmp_path, CheckpointingConfig(), place) as saver:
         saver.save(1, model, saved, {}, {}, {})
-    assert checkpoint.load(tmp_path, CheckpointingConfig(), model, loaded, place, {}) == {"step": 1}
+    assert restore.load(tmp_path, CheckpointingConfig(), model, loaded, place, {}) == {"step": 1}
     assert len(saved.state) > 10 and saved.state.keys() == loaded.state.keys()
     for param, state in saved.state.items():
         again = loaded.state[param]
@@ -243,7 +243,7 @@ def run(one_rank, tmp_path):
 
         def load(self, mode=None):
             model, optimizer = self.model(-1.0)
-            state = checkpoint.load(self.folder, CheckpointingConfig(resume=mode), model, optimizer, self.ranks, {})
+            state = restore.load(self.folder, CheckpointingConfig(resume=mode), model, optimizer, self.ranks, {})
             assert not optimizer.state[model.weight]  # saved before the first optimizer step: there are no moments
             return state, model.weight.unique().tolist()
 

@@ -10,7 +10,7 @@ from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import Saved, StopRun
 from base.system.ranks import Ranks
-from run import checkpoint, job, steps
+from run import job, restore, steps
 from run.log import Timers
 
 ALONE = Ranks(rank=0, world_size=1, local_rank=0, tp_size=1)
@@ -33,18 +33,18 @@ def test_other_data_are_read_from_their_start_where_that_is_allowed(monkeypatch,
     now = Mixture([Dataset("b.jsonl", [], "2", name="b")], cfg)
     cursor = before.start() | {"position": 56}
     saved = job.RunState(cursor, before.fingerprints, step=7, total_valid_tokens=99)
-    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: asdict(saved))
+    monkeypatch.setattr(restore, "load", lambda *_, **__: asdict(saved))
 
-    def restore(cfg, mixture):
+    def counters(cfg, mixture):
         return restored(cfg, mixture, tmp_path)
 
-    assert restore(cfg, before) == saved
+    assert counters(cfg, before) == saved
     with pytest.raises(config.ConfigError, match=r"'a' .*logs/exp_001.*checkpointing\.allow_changes=true"):
-        restore(cfg, now)
+        counters(cfg, now)
     allowed = replace(cfg, checkpointing=replace(cfg.checkpointing, allow_changes=True))
-    assert restore(allowed, before) == saved
+    assert counters(allowed, before) == saved
     capsys.readouterr()
-    state = restore(allowed, now)
+    state = counters(allowed, now)
     assert state == replace(saved, cursor=now.start(), fingerprints=now.fingerprints)
     assert capsys.readouterr().out.startswith("WARNING: the data have changed")
 

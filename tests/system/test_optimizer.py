@@ -17,7 +17,7 @@ from base.system.optimizer import Optimizer
 from config import CheckpointingConfig
 from model import Reference, load_policy
 from optim import build_optimizer
-from run import checkpoint
+from run import restore
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def test_checkpoints_with_and_without_offload_are_the_same(folders, one_rank, tm
     other, first_moment = (ADAMW, torch.float32) if cfg is ROUNDED else (ROUNDED, torch.bfloat16)
     for folder, offloads in (("offloads True", False), ("offloads False", True)):
         model, optimizer = fresh(folders / "qwen3", one_rank[2], other, offloads=offloads)
-        checkpoint.load(tmp_path / folder, CheckpointingConfig(), model, optimizer, one_rank[0], {})
+        restore.load(tmp_path / folder, CheckpointingConfig(), model, optimizer, one_rank[0], {})
         for _ in range(2):
             dtypes = {key: value.dtype for key, value in moments(optimizer, model.lm_head.weight).items()}
             assert dtypes == {"exp_avg": first_moment, "exp_avg_sq": torch.float32}

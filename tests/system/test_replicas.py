@@ -33,7 +33,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from optim import build_optimizer
 from records import Completion, make_tokens
-from run import checkpoint
+from run import checkpoint, restore
 
 pytestmark = pytest.mark.slow
 
@@ -222,7 +222,7 @@ def checkpoints_and_exports(folder, meshes, work):
             model, mesh = policy_of(folder, meshes[name]), meshes[name]
             optimizer = build_optimizer(model, ADAMW)
             shards = {n: torch.zeros_like(p.to_local()) for n, p in model.named_parameters()}
-            checkpoint.load(work / saved, config.CheckpointingConfig(), model, optimizer, place(mesh), shards)
+            restore.load(work / saved, config.CheckpointingConfig(), model, optimizer, place(mesh), shards)
             assert all(torch.equal(p.to_local(), shards[n]) for n, p in model.named_parameters())
             states.append(whole_state(model, optimizer))
             export = work / f"{saved} by {name}"
