@@ -289,6 +289,29 @@ def test_a_cpu_needs_no_driver_compiler_or_headers(gpu_machine, tmp_path):
     assert gpu_machine(**nothing, GRPO_DEVICE="") == expected
 
 
+def test_a_container_is_set_up_by_setup_sh(gpu_machine, tmp_path):
+    """The Dockerfile names no package of Python, and gives setup.sh what it reads and asks for."""
+    steps = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
+    steps = [step for step in steps if not step.startswith("#")]
+    system, setup = (step for step in steps if step.startswith("RUN "))
+    assert setup == "RUN ./setup.sh" and not re.search("pip|==", " ".join(steps))
+    assert {"gcc", "python3-dev", "python3-venv"} <= set(system.split())
+    copied = [step.split()[1] for step in steps[: steps.index(setup)] if step.startswith("COPY ")]
+    repo = tmp_path / "repo"
+    for path in repo.iterdir():
+        if path.name not in copied:
+            path.rename(tmp_path / f"not_copied_{path.name}")
+    _, _, err, _ = gpu_machine(driver=None, GRPO_DEVICE="")
+    assert "installing the packages of requirements/cpu.txt" in err or "needs 5 GB of disk" in err
+    assert steps[-2:] == ["COPY . .", 'CMD ["./train.sh"]']
+
+
+def test_a_container_leaves_out_what_git_does():
+    lines = [line for line in (ROOT / ".gitignore").read_text().splitlines() if not line.startswith("#")]
+    lines = [line.removeprefix("/") if line.startswith("/") else f"**/{line}" for line in lines]
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1:] == lines
+
+
 def test_locks_pin_every_package_once_and_alike():
     locks = []
     for name in ("cpu", "cuda"):
