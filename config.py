@@ -256,6 +256,9 @@ class LossConfig(Section):
     """The KL of policy and reference policy has this weight; with 0 there is no reference policy."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """The KL is estimated by Schulman's k1, k2 or k3."""
+    topk_logits_k: int | None = key(None, ">= 1")
+    """The KL is over this many ids that are likeliest under the reference, with the rest as one, not over the sampled
+    token alone (NeMo RL's distillation.topk_logits_k). null: it is estimated."""
     kl_gradient: Literal["score_function", "policy_ratio", "plain"] = "score_function"
     """score_function is the gradient of the KL at each token's own state (NeMo RL); policy_ratio is too, in later
     optimizer steps of a rollout as well (DeepSeek-V3.2, TRL); plain is the gradient of the estimator (verl)."""
@@ -484,6 +487,8 @@ class PolicyConfig(Section):
     """The policy starts from this folder or hub model; docs/families.md lists the families."""
     reference_model_name: str | None = None
     """The KL is to this teacher, a folder or hub model of the same vocabulary; null: to the initial policy."""
+    reference_server_url: str | None = None
+    """The KL is to the teacher that a vLLM server at this address serves, which takes no memory here."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     hf_config_overrides: HFConfigOverrides = HFConfigOverrides()
     precision: Literal["bfloat16", "float32"] = "bfloat16"
@@ -759,6 +764,11 @@ class Config(Section):
     def has_reference(self) -> bool:
         """Whether there is a reference policy, which the KL is to."""
         return self.loss_fn.reference_policy_kl_penalty > 0
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether the trainer has its weights."""
+        return self.has_reference and self.policy.reference_server_url is None
 
     @property
     def max_prompt_tokens(self) -> int:

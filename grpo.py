@@ -135,11 +135,7 @@ def compute_logprobs(
             for micro in micros:
                 micro.old_logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, head_options)
     if reference:
-        with reference.in_place_of(model) as scorer, scorer.gathered_once():
-            for micro in micros:
-                # top_p and top_k keep other tokens of the reference than of the policy.
-                unfiltered = head_options.unfiltered
-                micro.ref_logp_R, _ = response_logps(scorer, micro.inputs_of_reference, micro.target_R, unfiltered)
+        reference.score(micros, model, head_options, cfg.loss_fn.topk_logits_k)
     newest_version = step - 1
     gap = StepGap(cfg, gap_before_training(micros, newest_version, cfg.grpo))
     sums: Metrics = {}
@@ -214,6 +210,7 @@ def compute_loss(
         seq_R=micro.seq_R,
         share_R=micro.share_R,
         ref_logp_R=micro.ref_logp_R,
+        ref_logp_RJ=micro.ref_logp_RJ,
         positive_R=micro.reward_R > 0,
         num_valid_tokens=count(minibatch.num_tokens),
         num_valid_seqs=count(minibatch.num_trained_samples),
@@ -231,6 +228,7 @@ def compute_loss(
             head_options,
             num_grad_rows=micro.num_grad_rows,
             needs_unfiltered=micro.ref_logp_R is not None,
+            ids_RJ=micro.ref_ids_RJ,
         )
 
     loss, metrics, logp_R = model(*micro.model_inputs, head)

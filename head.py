@@ -23,7 +23,7 @@ No token loss is listed here. `choose_loss_path` probes the loss at start, so wh
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
 these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
 
-Dims, as in grpo.py, but K is the two statistics of a row, logp and entropy.
+Dims, as in grpo.py, but K is the two statistics of a row, logp and entropy. J: the reference's likeliest ids of a row.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from config import ConfigError, LossConfig
-from kernels import linear_logp
+from kernels import linear_logp, top_logp
 from kernels.backend import KernelBackend
 from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
@@ -140,8 +140,19 @@ def response_logps(model: PackedModel, inputs: tuple, target_R: Tensor, options:
     return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options))
 
 
-def head_logps(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """(logp_R, entropy_R) of kernels.linear_logp."""
+def top_logps(
+    model: PackedModel, inputs: tuple, target_R: Tensor, top_k: int, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logp_R, ids_RJ, logp_RJ) of kernels.top_logp, of the model's logits without top_p and top_k."""
+    shared = {"vocab": options.vocab, "temperature": options.temperature}
+    shared |= {"backend": options.backend, "softcap": options.softcap}
+    return model(*inputs, lambda hidden_RD, weight_VD: top_logp(hidden_RD, weight_VD, target_R, top_k, **shared))
+
+
+def head_logps(
+    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions, ids_RJ: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """(logp_R, entropy_R) of kernels.linear_logp, and with ids_RJ logp_RJ."""
     return linear_logp(
         hidden_RD,
         weight_VD,
@@ -152,6 +163,7 @@ def head_logps(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: 
         backend=options.backend,
         sampling_filter=options.sampling_filter,
         softcap=options.softcap,
+        ids_TJ=ids_RJ,
     )
 
 
@@ -167,6 +179,7 @@ def linear_loss(
     *,
     num_grad_rows: int,
     needs_unfiltered: bool = False,
+    ids_RJ: Tensor | None = None,
 ) -> tuple[Tensor, Metrics, Tensor]:
     """(loss, metrics and `DEVIATION`) of loss_of, on log softmax(hidden_RD @ weight_VD[:vocab].T / temperature); and
     these log-probabilities, [R], without a gradient.
@@ -176,6 +189,7 @@ def linear_loss(
     A gradient that the loss has at the rest counts in `DEVIATION`.
     needs_unfiltered: loss_of also gets unfiltered_logp_R, without the sampling_filter, for the KL. Only with two passes
     (`choose_loss_path` sees to it).
+    ids_RJ: loss_of also gets logp_RJ, the log-probabilities of these ids. Only with two passes, too.
     Memory of one pass: a chunk of logits in float32 (twice with torch), and both gradients; the weight's is in float32
     until backward.
     """
@@ -183,9 +197,11 @@ def linear_loss(
     needs_both = needs_unfiltered and options.sampling_filter is not None
     needs_grad = torch.is_grad_enabled() and (hidden_RD.requires_grad or weight_VD.requires_grad)
     if options.loss.path.kind == "one pass" and needs_grad:
-        assert not needs_both, options
+        assert not needs_both and ids_RJ is None, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
-    logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
+    logp_R, entropy_R, *at_ids = head_logps(hidden_RD, weight_VD, target_R, options, ids_RJ)
+    if at_ids:
+        loss_of = partial(loss_of, logp_RJ=at_ids[0])
     if needs_both:
         unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
@@ -355,13 +371,16 @@ def choose_loss_path(
     on_pack = depends_on_pack(policy_loss, packs)
     if on_pack and not allow_pack_dependence:
         raise ConfigError(PACK_DEPENDENCE)
-    zero_adv_has_grad = has_gradient_at_zero_advantage(policy_loss, packs)
+    reads_top_ids = has_ref and cfg.topk_logits_k is not None
+    zero_adv_has_grad = reads_top_ids or has_gradient_at_zero_advantage(policy_loss, packs)
     if depends_on_other_tokens(policy_loss, packs):
         coupled = "pack" if on_pack else "sequence"
         return LossPath("two passes", f"the loss couples the tokens of a {coupled}", zero_adv_has_grad)
     if filtered and has_ref:
         why = "the KL is of log-probabilities without top_p and top_k"
         return LossPath("two passes", why, zero_adv_has_grad)
+    if reads_top_ids:
+        return LossPath("two passes", "the KL reads the reference's likeliest ids", zero_adv_has_grad)
     return LossPath("one pass", zero_adv_has_grad=zero_adv_has_grad)
 
 
@@ -428,11 +447,15 @@ def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[Probe
         normal = torch.randn(3, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64)
         log_ratio_R, gap_R, ref_gap_R = size * normal
         old_R = logp_R - log_ratio_R if has_old else logp_R
+        has_top_ids = has_ref and cfg.topk_logits_k is not None
+        top_RJ = logp_R[:, None] - torch.arange(1, 4) if has_top_ids else None
         sampler_R = logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R
         arguments = {
             "old_logp_R": old_R if has_old else None,
             "sampler_logp_R": sampler_R,
             "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
+            "ref_logp_RJ": top_RJ - 1 if has_top_ids else None,
+            "logp_RJ": top_RJ,
             "adv_R": adv_R,
             "mask_R": token_R % 7 != 6,
             "seq_R": seq_R,

@@ -1,7 +1,7 @@
 """The policy-gradient loss: its one and only definition, with its options and metrics. Pure tensors, no I/O.
 
 Training follows `policy_loss`, whatever it is: head.py calls it and takes its derivatives by autograd. A tensor's name
-ends in its dimensions, here R: the response tokens of a pack.
+ends in its dimensions, here R: the response tokens of a pack, and J: the reference's likeliest ids at each.
 
 A pack is one of several micro-batches, on one of several ranks. So no loss here is a mean: each token has a weight,
 1 / (what the aggregation divides by, counted over the whole optimizer step), and losses of packs simply add up. So do
@@ -41,6 +41,7 @@ class Max(Extreme):
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor] | Min | Max]
 
+MIN_REST = 1e-6  # of a probability that is 1 - a sum in float32
 BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance sampling types that weight sequences
 
 
@@ -57,6 +58,8 @@ def policy_loss(
     cfg: LossConfig,
     share_R: Tensor | None = None,
     ref_logp_R: Tensor | None = None,
+    ref_logp_RJ: Tensor | None = None,
+    logp_RJ: Tensor | None = None,
     unfiltered_logp_R: Tensor | None = None,
     entropy_R: Tensor | None = None,
     positive_R: Tensor | None = None,
@@ -69,10 +72,11 @@ def policy_loss(
 
     Per token, in nats: logp_R (current policy), old_logp_R (at the start of the step; None: logp_R itself, and ratios
     are 1), sampler_logp_R (as the engine reported it), ref_logp_R (reference policy), entropy_R. unfiltered_logp_R, for
-    the KL: logp_R without top_p and top_k; ref_logp_R is always without. adv_R: advantages; mask_R: nonzero if trained;
-    positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole; tokens in
-    any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, where a sample has several
-    sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
+    the KL: logp_R without top_p and top_k; ref_logp_R is always without. logp_RJ, ref_logp_RJ: of the reference's
+    likeliest ids, under policy and reference; with these the KL is `_top_kl`. adv_R: advantages; mask_R: nonzero if
+    trained; positive_R: nonzero if the reward is > 0; seq_R: an integer for each sequence. Sequences must be whole;
+    tokens in any order; R may be 0. share_R: the sequence's share of its sample's trained tokens, where a sample has
+    several sequences (None: each is a sample). num_valid_tokens, num_valid_seqs, num_positive_tokens: trained, over all
     micro-batches and ranks of the optimizer step; num_valid_seqs counts samples. entropy_coef: None takes cfg's.
 
         loss = sum over tokens of weight (w l + reference_policy_kl_penalty kl - entropy_coef entropy)
@@ -104,7 +108,10 @@ def policy_loss(
         t_of_kl = t
         if unfiltered_logp_R is not None:
             t_of_kl = _Tokens(unfiltered_logp_R, None, sampler_logp_R, adv_R, mask_R, seq_R, cfg)
-        kl_R = _reference_kl(t_of_kl, ref_logp_R, cfg)
+        if ref_logp_RJ is None:
+            kl_R = _reference_kl(t_of_kl, ref_logp_R, cfg)
+        else:
+            kl_R = _top_kl(t, logp_RJ, ref_logp_RJ, cfg)
         kl = (kl_R * weight_R).sum()
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.has_entropy_bonus:
@@ -450,6 +457,25 @@ def _reference_kl(t: _Tokens, ref_logp_R: Tensor, cfg: LossConfig) -> Tensor:
     factor_R = torch.where(is_clamped_R, factor_R.detach(), factor_R)
     kl_R = factor_R * kl_estimate(bounded_R, cfg.reference_policy_kl_type)
     return clamp_abs(kl_R, cfg.kl_output_clamp_value)
+
+
+def _top_kl(t: _Tokens, logp_RJ: Tensor, ref_logp_RJ: Tensor, cfg: LossConfig) -> Tensor:
+    """KL(policy || reference) at each token's state, with all ids but the reference's likeliest as one:
+
+        sum over these ids of p (log p - log q) + r (log r - log s), p: policy, q: reference, r = 1 - sum p, s likewise
+
+    It is at most the KL over the whole vocabulary. No sample of the policy is in it, so neither is its noise (NeMo RL's
+    distillation, kl_type=reverse, without r and s). Below MIN_REST r is rounding error, and has no gradient.
+    """
+    trained_R1 = t.valid_R[:, None]
+    logp_RJ = torch.where(trained_R1, logp_RJ.to(t.dtype), 0.0)
+    ref_logp_RJ = torch.where(trained_R1, ref_logp_RJ.to(t.dtype), 0.0).detach()
+    rest_R = (1 - logp_RJ.exp().sum(1)).clamp(min=MIN_REST)
+    ref_rest_R = (1 - ref_logp_RJ.exp().sum(1)).clamp(min=MIN_REST)
+    log_ratio_RJ = clamp_abs(logp_RJ - ref_logp_RJ, cfg.kl_input_clamp_value)
+    log_ratio_of_rest_R = clamp_abs((rest_R / ref_rest_R).log(), cfg.kl_input_clamp_value)
+    kl_R = (logp_RJ.exp() * log_ratio_RJ).sum(1) + rest_R * log_ratio_of_rest_R
+    return t.where_trained(clamp_abs(kl_R, cfg.kl_output_clamp_value))
 
 
 def _token_metrics(t: _Tokens, ratio_R: Tensor, clamped_R: Tensor, entropy_R, cfg: LossConfig) -> Metrics:

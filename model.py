@@ -8,7 +8,7 @@ In examples/naive.py this is `def decode(w: Weights, config: dict, token_GT: Ten
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from attention import GatherRows, PackLayout, packed_attention
 from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
+from head import HeadOptions, response_logps, top_logps
 from loss import Metrics
+from pack import MicroBatch
 
 # Calls a function of which autograd keeps the arguments alone: the backward pass computes it again.
 AGAIN = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -400,6 +402,17 @@ class Reference:
             yield model
         finally:
             _copy(policy, _shards(model))
+
+    def score(self, micros: Sequence[MicroBatch], model: Decoder, options: HeadOptions, top_k: int | None) -> None:
+        """Gives the micro-batches the reference's log-probabilities: of the targets, and of its top_k likeliest ids."""
+        with self.in_place_of(model) as scorer, scorer.gathered_once():
+            for micro in micros:
+                # top_p and top_k keep other tokens of the reference than of the policy.
+                given = (scorer, micro.inputs_of_reference, micro.target_R)
+                if top_k is None:
+                    micro.ref_logp_R, _ = response_logps(*given, options.unfiltered)
+                else:
+                    micro.ref_logp_R, micro.ref_ids_RJ, micro.ref_logp_RJ = top_logps(*given, top_k, options)
 
     @torch.no_grad()
     def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:

@@ -97,7 +97,8 @@ class Pack:
 
 
 # What belongs to a response token beside tokens_R, and moves with it when rows change their order.
-ROW_FIELDS = "pos_R adv_R seq_R sample_R reward_R source_R mask_R share_R old_logp_R ref_logp_R".split()
+ROW_FIELDS = "pos_R adv_R seq_R sample_R reward_R source_R mask_R share_R old_logp_R".split()
+ROW_FIELDS += "ref_logp_R ref_ids_RJ ref_logp_RJ".split()
 
 
 @dataclass(slots=True)
@@ -108,7 +109,8 @@ class MicroBatch(Pack):
     mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
     rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
     None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
-    reference policy; None where the run does not need them.
+    reference policy; None where the run does not need them. ref_ids_RJ, ref_logp_RJ: at each token the reference's
+    likeliest ids, and their log-probabilities; None without loss_fn.topk_logits_k.
     """
 
     layout: PackLayout
@@ -117,6 +119,8 @@ class MicroBatch(Pack):
     share_R: Tensor | None = None
     old_logp_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
+    ref_ids_RJ: Tensor | None = None
+    ref_logp_RJ: Tensor | None = None
 
     @property
     def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor]:

@@ -31,6 +31,7 @@ from run import checkpoint
 
 if TYPE_CHECKING:
     from base.agents.endpoint import Endpoint
+    from run.served_teacher import ServedTeacher
     from run.split.generators import Generators
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
@@ -80,11 +81,17 @@ def reference_dtype(cfg: Config) -> torch.dtype:
     return torch.float32 if cfg.grpo.ref_policy_update_alpha < 1 else getattr(torch, cfg.policy.precision)
 
 
-def build_reference(cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device) -> Reference | None:
+def build_reference(
+    cfg: Config, inputs: RunInputs, model: Decoder, device: torch.device
+) -> "Reference | ServedTeacher | None":
     """What the KL is to, if there is one: the policy as it is now, or a teacher. A collective."""
     if not cfg.has_reference:
         return None
     policy = cfg.policy
+    if inputs.teacher_server:
+        from run.served_teacher import ServedTeacher  # a run without one does not import it
+
+        return ServedTeacher(inputs.teacher_server)
     if inputs.reference_model is None:
         return Reference(model, reference_dtype(cfg))
     folder, model_config = inputs.reference_model

@@ -378,8 +378,29 @@ RULES = [
     ),
     Rule(
         when=[equal("loss_fn.reference_policy_kl_penalty", 0.0)],
-        unread=["policy.reference_model_name", "grpo.ref_policy_update_period"],
+        unread=[
+            "policy.reference_model_name",
+            "policy.reference_server_url",
+            "grpo.ref_policy_update_period",
+            "loss_fn.topk_logits_k",
+        ],
         why="there is no KL",
+    ),
+    Rule(
+        when=[not_equal("policy.reference_server_url", None)],
+        unread=["policy.reference_model_name", "grpo.ref_policy_update_period"],
+        why="the teacher is the server's model",
+    ),
+    Rule(
+        when=[not_equal("policy.reference_server_url", None)],
+        refuse=[not_equal("policy.generation.temperature", 1.0)],
+        why="a server gives log-probabilities at temperature 1; set the first to 1, or name the teacher's folder",
+    ),
+    Rule(
+        when=[not_equal("loss_fn.topk_logits_k", None)],
+        unread=["loss_fn.kl_gradient", "loss_fn.use_on_policy_kl_approximation"],
+        refuse=[not_equal("policy.generation.top_p", 1.0), not_equal("policy.generation.top_k", None)],
+        why="the KL is over the reference's likeliest ids, whatever was sampled",
     ),
     Rule(
         when=[not_equal("policy.reference_model_name", None)],

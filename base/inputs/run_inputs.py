@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import envs
 from base.graders.environments import make_environment, read_results, start_environment
@@ -41,6 +42,9 @@ from config import (
     shortened,
 )
 
+if TYPE_CHECKING:
+    from base.inputs.teacher_server import TeacherServer
+
 TRIED_ROWS = 1250  # of each set, among which a row is looked for to try an environment on
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
@@ -57,6 +61,7 @@ class RunInputs:
     environments: dict[str, envs.Environment]
     reward_model: tuple[Path, ModelConfig, Tokenizer] | None = None  # if an environment asks for one
     reference_model: tuple[Path, ModelConfig] | None = None  # a teacher
+    teacher_server: "TeacherServer | None" = None  # or this
 
     @property
     def sets(self) -> list[tuple[str, Dataset]]:
@@ -97,7 +102,14 @@ def read_inputs(
     reward_model = read_reward_model(cfg.env.reward_model) if asks_reward_model else None
     has_teacher = to_train and cfg.policy.reference_model_name is not None
     teacher = read_teacher(cfg, tokenizer, model) if has_teacher else None
-    return RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher)
+    server = None
+    url = cfg.policy.reference_server_url
+    if to_train and url is not None:
+        from base.inputs.teacher_server import find_teacher  # a run without one does not import it
+
+        top_k = cfg.loss_fn.topk_logits_k
+        server = find_teacher(url, tokenizer, cfg.policy.max_total_sequence_length, top_k)
+    return RunInputs(folder, model, tokenizer, mixture, validation, environments.made, reward_model, teacher, server)
 
 
 def check_wandb(cfg: LoggerConfig) -> None:

@@ -45,7 +45,7 @@ class Step:
             prompt=prompt,
             response=longest * MEAN_RESPONSE,
             longest=longest,
-            scorings=int(cfg.has_reference),
+            scorings=int(cfg.holds_reference),
             group=grpo.num_generations_per_prompt,
             shared=policy.sequence_packing.share_prefix,
             epochs=policy.ppo_epochs,
@@ -170,7 +170,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     size = (4 + first + 4) * trained - 4 * count(plan.matrices)
     if not plan.lora:
         size += 4 * (count(plan.shapes) - trained)  # frozen routers
-    if plan.cfg.has_reference and plan.teacher is None:
+    if plan.cfg.holds_reference and plan.teacher is None:
         size += (4 if plan.cfg.grpo.ref_policy_update_alpha < 1 else plan.precision) * trained
     return size
 

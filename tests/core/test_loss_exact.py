@@ -91,6 +91,8 @@ OTHER_TESTS = {
     "prompts by their pass rate",  # rows that are no formula of a loss; the page names the test of each
     "entropy held at a target",
     "on-policy distillation",
+    "distillation by the teacher's top k",
+    "a teacher behind a server of vLLM",
     "routing replay (R3)",
     "sequences whose log-probabilities disagree",
     "several optimizer steps per rollout",
