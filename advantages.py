@@ -25,8 +25,8 @@ def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: i
     """Scales rewards, their parts and turns, then shapes rewards by length (NeMo RL's order). In place: call it once.
 
     `unshaped_reward` keeps the scaled reward. stop_properly_penalty_coef replaces the overlong penalty: it multiplies
-    the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. A length, and its limit, counts
-    the sampled tokens of all turns, end tokens included. max_new_tokens: of a turn.
+    the reward of each truncated sample (NeMo RL), so a negative one moves towards 0. Lengths and their limit count the
+    sampled tokens of all turns, end tokens included. max_new_tokens: of a turn.
     """
     scaling = grpo.reward_scaling
     shaping = grpo.reward_shaping
@@ -257,16 +257,16 @@ def opo_advantages(reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor) -> T
 
 
 def gpg_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """The reward minus the group's mean, times samples / samples with a reward other than 0 of the whole step (GPG, Chu
-    et al. 2025; as verl counts them): a step with few rewarded samples makes steps as large as any."""
+    """The reward minus the group's mean, times (samples / samples with a nonzero reward) of the whole step (GPG, Chu et
+    al. 2025; verl). So a step with few rewarded samples moves the weights as far as any."""
     adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
     num_rewarded = int((reward_B != 0).sum())
     return adv_B * (len(reward_B) / max(num_rewarded, 1))
 
 
 def pkpo_advantages(reward_B: Tensor, group_B: Tensor, pass_k: int) -> Tensor:
-    """The gradient of pass@k, or of the best of k rewards: k times the mean, over the subsets of k samples of the group
-    with the sample, of what the sample adds to the best reward of the others.
+    """The gradient of pass@k, or of the best of k rewards: k times the mean, over the group's subsets of k samples that
+    contain the sample, of what it adds to the best reward of the others.
 
     This is n s of PKPO for a group of n (Walder and Karkhanis 2025, eq. 33, s^(loo-1)): the paper adds up the gradients
     of a group's samples, the loss here averages them. A group of fewer than k samples is one subset. Best of nothing is
@@ -283,7 +283,7 @@ def pkpo_advantages(reward_B: Tensor, group_B: Tensor, pass_k: int) -> Tensor:
         if size == 1:
             continue
         k = min(pass_k, size)
-        # In so many subsets the reward with this rank, from the lowest, is the best of the others.
+        # The number of subsets in which the reward of this rank, from the lowest, is the best of the others.
         num_subsets = [math.comb(rank, k - 2) for rank in range(size)]
         share_G = [number / math.comb(size - 1, k - 1) for number in num_subsets]
         gain_GG = (reward_G[:, None] - reward_G.sort().values).clamp(min=0)
@@ -382,8 +382,9 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
 
 
 def gradient_metrics(adv_B: Tensor, prompt_B: Tensor, weight_B: Tensor) -> dict[str, float]:
-    """advantage_abs_max; how many groups make the gradient, and the largest's share, if all tokens' gradients had one
-    length. weight_B: trained tokens if the loss is a mean over tokens, else a turn's share of its sample's tokens."""
+    """advantage_abs_max; how many groups make the gradient, and the largest group's share, as if all tokens' gradients
+    had one length. weight_B: trained tokens if the loss is a mean over tokens, else a turn's share of its sample's
+    tokens."""
     abs_adv_B = adv_B.abs()
     pull_B = (abs_adv_B * weight_B).float()
     pull_P = torch.zeros(1 + int(prompt_B.max()), dtype=torch.float32)

@@ -102,7 +102,7 @@ class VLLMEngine:
         if model.num_experts and self.cuda:
             hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
         self.must_pack_experts = model.num_experts > 0 and not self.cuda
-        self.replayed_layers: list[int] = []  # of which a completion has the experts
+        self.replayed_layers: list[int] = []  # those whose experts a completion has
         if cfg.policy.router_replay.enabled:
             self.replayed_layers = [layer for layer in range(model.num_hidden_layers) if model.has_experts(layer)]
             if self.cuda:
@@ -117,7 +117,7 @@ class VLLMEngine:
             hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
             hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
             if model.family.state is not None:
-                hardware["enable_prefix_caching"] = False  # of states it is for prompts cut into chunks alone
+                hardware["enable_prefix_caching"] = False  # vLLM caches states only for prompts in chunks
             if cfg.policy.router_replay.enabled:
                 hardware["enable_prefix_caching"] = False  # `_Capture` has no experts of tokens that are not computed
             if isinstance(model, BlocksConfig):
@@ -175,7 +175,7 @@ class VLLMEngine:
     ) -> list[Completion]:
         """Samples one completion per prompt; every rank of an engine must call it alike. In float32 on CPU a completion
         depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round differently in other batches. With
-        `may_stop`, raises Interrupted when should_stop says so. It goes before all that is running."""
+        `may_stop`, raises Interrupted when should_stop says so. It preempts all running requests."""
         self.preempt()
         return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
 
@@ -353,8 +353,8 @@ class VLLMEngine:
 
 
 def _text_config(model: ModelConfig, fields: dict, config):
-    """Of transformers' config of a folder with a vision part, the text model's, with these fields. vLLM then builds the
-    text model alone, and needs no processor."""
+    """The text model's part of transformers' config of a folder with a vision part, with these fields. vLLM then builds
+    the text model alone, and needs no processor."""
     text = config.get_text_config()
     text.architectures = [model.family.architecture]
     for name, value in fields.items():
@@ -399,8 +399,8 @@ def _likeliest(flat) -> list[dict[int, float]]:
 
 
 def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:
-    """Names of the engine's parameters as checkpoints have them: for the experts of a layer, which are a few tensors in
-    the engine, those of the checkpoint, such as three matrices of each expert."""
+    """The names of the engine's parameters in checkpoints. The engine has a layer's experts in a few tensors, a
+    checkpoint may have three matrices of each expert."""
     experts = model.family.experts
     stored_of = {}
     if experts:
@@ -432,7 +432,7 @@ def _within_block(name: str) -> tuple[str, str]:
 
 def _rotate_in_torch() -> None:
     """vLLM's operator for CPUs misreads tensors [T, N, H] and slices, which some models rotate (DeepSeek V3)."""
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # CUDA needs it not
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # not on CUDA
 
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
@@ -446,8 +446,8 @@ def _pack_experts_anew(model: torch.nn.Module) -> None:
 
 
 class _Capture:
-    """On a CPU, what vLLM does on CUDA with enable_return_routed_experts: notes the experts of each token, once, with
-    what its output processor knows of the request, which gives them back when the request ends.
+    """Does on a CPU what vLLM does on CUDA with enable_return_routed_experts. It notes the experts of each token once,
+    in the output processor's state of the request, which returns them when the request ends.
 
     states: of the output processor. Its capture functions are called in the order of the layers, with the tokens of a
     step in the order of its batch."""
@@ -485,8 +485,8 @@ class _Capture:
 
 
 def _unfused(name: str, fused_layers: Mapping[str, Sequence[str]]) -> list[str]:
-    """The names of the matrices in this parameter: of q_proj, k_proj and v_proj, not of the engine's qkv_proj. The same
-    ones whether a checkpoint has them fused, too, or not."""
+    """The names of the matrices in this parameter: q_proj, k_proj and v_proj of the engine's qkv_proj, whether or not
+    the checkpoint has them fused."""
     for layer in name.split("."):
         if layer in fused_layers:
             return [name.replace(layer, part) for part in fused_layers[layer]]

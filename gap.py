@@ -16,8 +16,8 @@ The gap is measured
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
     of a sequence          `mask_disagreements`, with grpo.seq_logprob_error_threshold: it is then not trained
 
-`judge_step` holds it to grpo.logp_gap_limit: it discards the update, and stops the run after more than
-grpo.max_bad_steps in a row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
+Above grpo.logp_gap_limit, `judge_step` discards the update. It stops the run after more than grpo.max_bad_steps in a
+row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
 """
 
 import math
@@ -65,11 +65,11 @@ class Gap:
 
 
 class StepGap:
-    """The gap of a step with one or more optimizer steps: the one that each is judged by, and the one that is reported.
+    """The gap of a step with one or more optimizer steps: what each of these is judged by, and what is reported.
 
-    measured_before: of the weights at the start of the step, where it was measured before training. Otherwise each
-    optimizer step measures it, and with old_logprobs=sampler the first one measures for all: the next would compare
-    with weights that have moved."""
+    measured_before: the gap of the weights at the start of the step, if it was measured before training. Otherwise each
+    optimizer step measures its own. With old_logprobs=sampler the first one counts for all, because the next would
+    compare with weights that have moved."""
 
     def __init__(self, cfg: Config, measured_before: Gap | None):
         self.first_is_for_all = cfg.loss_fn.old_logprobs == "sampler"
@@ -86,7 +86,7 @@ class StepGap:
 
     @property
     def metrics(self) -> Numbers:
-        """What is reported in place of the mean over optimizer steps; {} if that is right."""
+        """What is reported in place of the mean over optimizer steps; {} where that mean is right."""
         return self.of_all.metrics if self.of_all else {}
 
 
@@ -123,7 +123,7 @@ def needs_old_logps(cfg: Config) -> bool:
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
-    """[R]: whether the gap is measured at the token: it was drawn from weights `version`, the newest. On older ones the
+    """[R], bool: where the gap is measured, at the tokens drawn from the newest weights, `version`. At older tokens the
     gap would include the training since. None without async_grpo: all tokens are new."""
     if not grpo.async_grpo.max_age:
         return None
@@ -138,8 +138,8 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
 
 
 def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfig) -> Metrics:
-    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: of the forward that trains. Where there are
-    old_logp_R, these are measured: the weights may have moved since."""
+    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: from the forward that trains. If the pack
+    has old_logp_R, these are compared instead, because the weights may have moved since."""
     logp_at_start_R = logp_R if micro.old_logp_R is None else micro.old_logp_R
     kept_now_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
     return _gap_sums(micro, logp_at_start_R, newest_tokens(micro, version, grpo), kept_now_R)
@@ -176,8 +176,8 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_n
 
 
 def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metrics:
-    """Takes sequences out of mask_R on which sampler and trainer disagree by more than the threshold. Returns the
-    metrics of the mask, of this rank."""
+    """Removes from mask_R the sequences on which sampler and trainer disagree by more than the threshold. Returns this
+    rank's metrics of the mask."""
     sums: Metrics = {}
     for micro in micros:
         micro.mask_R, metrics = seq_logp_error_mask(
@@ -197,7 +197,7 @@ def seq_logp_error_mask(
 ) -> tuple[Tensor, Metrics]:
     """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
 
-    Applied once, before the tokens and sequences of a step are counted: as in NeMo RL it shrinks the counts, and a mask
+    It is applied before the tokens and sequences of a step are counted, so it shrinks the counts, as in NeMo RL. A mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
     (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
     """
@@ -239,11 +239,11 @@ def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | No
 def judge_step(
     metrics: Numbers, gap: Gap, grad_norm: float, num_bad_steps: int, cfg: GRPOConfig, step: int
 ) -> tuple[bool, int]:
-    """(whether to apply an optimizer step, the bad steps in a row with this one); num_bad_steps: those before it.
+    """(whether to apply an optimizer step, the number of bad steps in a row, with this one); num_bad_steps: before it.
 
-    A step is bad if loss or gradient norm is not finite, or, with logp_gap_limit, if sampler and trainer differ by more
-    on the same tokens and weights, or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row,
-    and on a `DEVIATION`. `metrics`, `gap` and `grad_norm` cover all ranks, so all ranks take the same branch.
+    A step is bad if its loss or gradient norm is not finite. With logp_gap_limit, it is also bad if the gap is larger,
+    or a sampler logp is not finite. Raises StopRun at more than max_bad_steps in a row, and on a `DEVIATION`.
+    `metrics`, `gap` and `grad_norm` cover all ranks, so all ranks take the same branch.
     """
     problem = one_pass_problem(metrics[DEVIATION])
     if problem:
@@ -267,8 +267,8 @@ def judge_step(
 def check_canary(
     model: Decoder, head_options: HeadOptions, engine: Engine, limit: float | None, device: torch.device, when: str
 ) -> float:
-    """The mean gap, in nats per token, on a fixed prompt that this rank's engine continues, or in a split job every
-    engine. A collective; a forward without gradients for each of these engines. Raises StopRun above `limit`
+    """The mean gap, in nats per token, on a fixed prompt. This rank's engine continues it; in a split job, every engine
+    does. A collective, with a forward without gradients for each of these engines. Raises StopRun above `limit`
     (grpo.logp_gap_limit).
 
     It finds stale weights, a stale cache or another compute path before a rollout is drawn from them: where there is

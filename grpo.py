@@ -4,13 +4,13 @@
     .venv/bin/python grpo.py --check configs/math_1b.yaml [key.sub=value ...]          find all mistakes
     .venv/bin/python grpo.py --help                                                    every key, its meaning, default
 
-Each rank is one process that holds its FSDP shards of the policy and a whole vLLM engine (or a part of one, with tensor
-parallelism). Policy and engine take turns using the GPU's memory. In a split job the last ranks only generate, and all
-other ranks only train. `train` below is the algorithm, top to bottom.
+Each rank is one process. It holds FSDP shards of the policy and a vLLM engine, or with tensor parallelism a part of
+one. Policy and engine take turns in the GPU's memory. In a split job the last ranks only generate, and all other ranks
+only train. `train` below is the algorithm, top to bottom.
 
-Tensor names end in their logical dims; a file says which others it uses: P prompts of a step (all ranks), G samples per
-prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V vocabulary,
-N heads, K key/value heads, H head dim, C a chunk of R.
+Tensor names end in their logical dims; each file names any others that it uses: P prompts of a step (all ranks), G
+samples per prompt, B = P * G samples, T packed tokens, R response tokens of a pack, S segments of a pack, D hidden, V
+vocabulary, N heads, K key/value heads, H head dim, C a chunk of R.
 """
 
 import gc
@@ -126,9 +126,9 @@ def compute_logprobs(
     cfg: Config,
     step: int,
 ) -> tuple[StepGap, Numbers]:
-    """Computes the log-probabilities of the policy at the start of the step and of the reference policy, where the run
-    needs them, and finishes the minibatches with them. Returns the gap between sampler and trainer, as far as it is
-    known, and the metrics of `mask_disagreements`."""
+    """Finishes the minibatches with the log-probabilities that the run needs: of the policy at the start of the step,
+    and of the reference policy. Returns the gap between sampler and trainer, as far as it is known, and the metrics of
+    `mask_disagreements`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
     if needs_old_logps(cfg):
         with model.gathered_once():
@@ -156,9 +156,9 @@ def update(
     cfg: Config,
     step: int,
 ) -> tuple[Numbers, int]:
-    """The optimizer part of a step: one optimizer step for each minibatch, in each epoch. Returns its metrics, equal on
-    all ranks, and num_bad_steps: how many bad ones there are in a row, which before this step were `num_bad_steps`.
-    bonus moves after each. A collective. Raises StopRun where `judge_step` does."""
+    """The optimizer part of a step: one optimizer step per minibatch and epoch. Returns its metrics, equal on all
+    ranks, and the number of bad optimizer steps in a row, which was `num_bad_steps` before. `bonus` follows the entropy
+    after each optimizer step. A collective. Raises StopRun as `judge_step` does."""
     step_sums: Metrics = {}
     for minibatch in minibatches * cfg.policy.ppo_epochs:
         with_bonus = bonus.applied_to(head_options, cfg.loss_fn, minibatch.micros[0].adv_R.device)
@@ -237,7 +237,8 @@ def compute_loss(
 
 
 def train_or_generate(job: Job) -> str:
-    """Trainers: first sync, steps, export; generators of a split job serve them. Returns why the run ended."""
+    """A trainer syncs, trains and exports; a generator of a split job serves the trainers. Returns why the run
+    ended."""
     if job.ranks.generates:
         return generate(job)
     run = set_up(job)

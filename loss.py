@@ -232,8 +232,8 @@ def _aggregation_weights(seqs: Sequences, num_valid_tokens, num_valid_seqs, shar
 
 def _is_rejected(t: _Tokens, cfg: LossConfig) -> Tensor:
     """[R], bool: tokens whose ratio old / sampler, or whose sequence's geometric mean of them, is out of bounds (verl's
-    rollout_rs=token_k1 and seq_mean_k1). They are taken out of the mask: nothing trains them, the KL and the entropy
-    bonus neither, and they count in no length. The caller's counts include them."""
+    rollout_rs=token_k1 and seq_mean_k1). They leave the mask: nothing trains them, not even the KL and the entropy
+    bonus, and they count in no length. The caller's counts include them."""
     log_ratio_R = (t.old_logp_R - t.sampler_logp_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     mean_R = t.seqs.mean_for_each_token(log_ratio_R)
     token_R = _is_outside(log_ratio_R, cfg.token_rejection_ratio_min, cfg.token_rejection_ratio_max)

@@ -213,8 +213,8 @@ class Sampler(AbstractContextManager):
         self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = VALIDATION
     ) -> list[Conversation]:
         """Deals the conversations to the engines; this rank's engine starts its share. All ranks pass the same prompts.
-        The ranks of an engine take turns as holders of the samples that it draws. A validation goes before all that is
-        running."""
+        The ranks of an engine take turns as holders of the samples that it draws. A validation preempts all running
+        requests."""
         if step == VALIDATION:
             self.engine.preempt()
         conversations = []
@@ -325,8 +325,8 @@ class Sampler(AbstractContextManager):
             self._decode(conversations)
 
     def _graded_together(self, conversations: list[Conversation]) -> list[list[Conversation]]:
-        """The conversations in parts that one call of their environment must get together: each conversation alone, or
-        all of a prompt, where the environment asks for whole groups."""
+        """The conversations in parts that their environment grades in one call: each conversation alone, or all of a
+        prompt if the environment asks for whole groups."""
         parts: dict[tuple[int, int], list[Conversation]] = defaultdict(list)
         for conversation in conversations:
             sample = conversation.sample
