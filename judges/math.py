@@ -67,9 +67,15 @@ _LAST_LINE = re.compile(  # one that states the answer
 )
 # A number, a formula, an option or a variable.
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
-_REST = re.compile(  # of a line behind an answer
-    r"(?<=[^.\s])\.(?=\s|$)|\u3002|, (?=[a-z])|\uff0c(?=[\u4e00-\u9fff])|; | because | since "
+_WORD = r"[A-Za-z]{2,}\b(?! ?=)"
+_VALUES = rf"(?:or|else|otherwise|maybe|perhaps|possibly|alternatively)\b|and (?!{_WORD})"  # more of them follow
+_CLAUSE = rf"(?!{_VALUES})(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
+_REST = re.compile(  # of a line behind an answer, not within its brackets
+    rf"(?<=[^.\s])\.(?=\s|$)|\u3002|, (?=[a-z]|I )(?={_CLAUSE})|\uff0c(?=[\u4e00-\u9fff])|; (?={_CLAUSE})"
+    r"| \(?(?:because|since) "
 )
+_OPEN = re.compile(r"[(\[{]")
+_CLOSED = re.compile(r"[)\]}]")
 _BOLD_VALUE = re.compile(r"=\s*\*\*([^*]+)\*\*\s*\.?\s*$")  # a + b = **7**.
 _PAIRS_OF_MARKS = [  # bold, italics: not a power, a product or an index
     re.compile(r"(?<![\w)\]}\\])(\*\*|__)(?=\S)(.+?)(?<=\S)\1(?!\w)"),
@@ -214,7 +220,11 @@ def _after_words(text: str) -> str:
     formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
     if formula:
         return formula[1] or formula[2]
-    return _REST.split(line, maxsplit=1)[0]
+    for rest in _REST.finditer(line):
+        answer = line[: rest.start()]
+        if len(_OPEN.findall(answer)) <= len(_CLOSED.findall(answer)):
+            return answer
+    return line
 
 
 def _unmarked(line: str) -> str:

@@ -158,6 +158,7 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"(?<!\\)\\[()\[\]]|(?i:^\s*(?:the )?(?:final )?answer(?: is)?\b:?)|^\s*(?:最终)?答案[是为:]*", " "),
         (r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|ln|log|exp)(?![a-zA-Z])", r"\\\1"),
         (r"\\lg(?![a-zA-Z])", r"\\log_{10}"),
+        (r"\\log_(?:e|\{e\})", r"\\ln "),
         (rf"({_TRIGONOMETRIC}\s*[({{]?\s*)(\d+(?:\.\d+)?)\s*degrees", r"\1\\frac{\2\\pi}{180}"),
         (r"(?<![a-zA-Z])\\?abs\s*[({]((?:[^(){}]|\([^()]*\))*)[)}]", r"|\1|"),
         (r"^\s*\\approx(?![a-z])", ""),

@@ -107,6 +107,21 @@ def test_equal_answers_have_equal_texts_for_votes(texts, extracted):
         ("The answer comes out to be approximately 5", "5"),
         ("The answer is therefore not 5.", "not 5"),
         ("The answer cannot be 5", None),
+        ("The answer is 5, which is prime.", "5"),
+        ("Answer: 5 (since x > 0)", "5"),
+        ("The answer is 5, and we are done.", "5"),
+        ("The answer is 5; therefore x = 3.", "5"),
+        ("The answer is n = 3k, k an integer.", "n = 3k"),
+        ("The answer is 5, or 6.", "5, or 6"),  # values that are hedged belong to the answer
+        ("Answer: 5; 6", "5; 6"),
+        ("Answer: 5, and 6", "5, and 6"),
+        ("Answer: 5, maybe 6", "5, maybe 6"),
+        ("The answer is x = 2, y = 3, as required.", "x = 2, y = 3"),
+        ("The answer is x = 2; y = 3", "x = 2; y = 3"),
+        ("The answer is a, b, c.", "a, b, c"),
+        ("The answer is (2, n), where n > 2.", "(2, n)"),
+        ("The answer is [p, q).", "[p, q)"),
+        ("The answer is f(x, y) = x+y, as f is linear.", "f(x, y) = x+y"),
     ],
 )
 def test_where_an_answer_is_looked_for(reply, found):

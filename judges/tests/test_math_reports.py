@@ -35,6 +35,7 @@ ABBREVIATIONS:: 2 hours <- 2 hrs | 2 hr | 2 h | 4 pounds <- 4 lbs | 4 lb | 30 mp
 3 kg <- 3 kgs
 ZERO WIDTH:: 5 <- 5\u200b | \ufeff5 | \u200b5\u200b | x+1 <- x\u200b+\u20601 | 12 <- 1\u200d2
 SIGNS:: \infty <- infinity | -\infty <- -infinity | 10 <- \binom52 | \binom{5}{2} | 2 <- \lg 100 | 5 <- \left.5\right.
+2 <- \log_e e^2 | \log_{e}(e^2) | 3\ln x <- 3\log_ex
 x\le 3 \vee x\ge 5 <- x\le 3 or x\ge 5 | -1 \le \sin\theta \le 1 <- -1\le\sin\theta\le1
 x\le 3 \lor x\ge 5 <- x\ge5 or x\le3
 LISTS:: \{\frac{259}{3}, 480000e-4, 26\} <- \{48,518/6,\text{26}\} | \{1, 48, 520\} <- \{1,48,\text{520}\}
