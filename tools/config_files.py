@@ -5,21 +5,18 @@ config (`way_out` in from_trl.yaml and from_verl.yaml).
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from base.inputs import yaml_text
-from base.inputs.keys import text_of
+from base.inputs.keys import replaced, text_of
 from config import ConfigError, shortened
 
 Values = dict[str, Any]  # by the full names of keys
 
 MAX_KEYS = 3_000  # of a file; verl has about 900
 SUFFIXES = (".json", ".yaml", ".yml")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-MAX_PART = 300  # characters of a value within another one
 
 
 def read(system: str, name: str, table: Mapping[str, Any]) -> Values:
@@ -139,23 +136,9 @@ def resolved(values: Values) -> Values:
     found: Values = {}
     for key, value in values.items():
         if isinstance(value, str):
-            value = _resolved_text(value, values)
+            value = replaced(value, lambda reference: values.get(reference, f"${{{reference}}}"))
         found[key] = value
     return found
-
-
-def _resolved_text(text: str, values: Values) -> Any:
-    whole = re.fullmatch(REFERENCE, text)
-    if whole:
-        return values.get(whole[1], text)
-
-    def replaced(reference: re.Match) -> str:
-        value = text_of(values.get(reference[1], reference[0]))
-        if len(value) > MAX_PART:
-            return reference[0]
-        return value
-
-    return re.sub(REFERENCE, replaced, text)
 
 
 def has_reference(value: Any) -> bool:

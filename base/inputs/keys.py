@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -46,6 +46,9 @@ def _add_section(cls: type, name: str) -> None:
 _add_section(config.Config, "")
 LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
 FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+MAX_PART = 300  # characters of a value within another one
 
 # Keys by the names that other systems give them: ours=theirs,theirs
 _THEIRS = """lr=learning_rate reference_policy_kl_penalty=beta,kl_coef,kl_loss_coef dim=r,rank,lora_rank
@@ -145,6 +148,20 @@ def default_text(name: str) -> str:
 def text_of(value: Plain | tuple) -> str:
     """A value as a config writes it: json, and text without quotes."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def replaced(text: str, look_up: Callable[[str], Plain]) -> Plain:
+    """A text with what `look_up` gives for it in place of each innermost `${reference}`; its value itself where the
+    text is one reference and nothing else. Within a text, a long value leaves its reference as it is."""
+    whole = REFERENCE.fullmatch(text)
+    if whole:
+        return look_up(whole[1].strip())
+
+    def part(reference: re.Match) -> str:
+        value = text_of(look_up(reference[1].strip()))
+        return value if len(value) <= MAX_PART else reference[0]
+
+    return REFERENCE.sub(part, text)
 
 
 def bounds(name: str) -> str:

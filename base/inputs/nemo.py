@@ -50,9 +50,9 @@ NO_ROW = Row()
 
 
 class Verdict(NamedTuple):
-    """What becomes of a key: one of KINDS, the words of --explain, and what it sets, as we write it."""
+    """What becomes of a key: the words of --explain, of which the first are one of KINDS, and what it sets, as we write
+    it."""
 
-    kind: str
     text: str
     settings: dict[str, Plain]
 
@@ -78,8 +78,8 @@ def settings_beside(names: Collection[str]) -> dict[str, str]:
 
 
 def judge(name: str, value: Plain, row: Row, value_of: Callable[[str], Plain]) -> Verdict:
-    """The verdict on a key. value: as it is written; value_of: the value of any other key. ConfigError for a schedule
-    that is not understood."""
+    """The verdict on a key. value: as it is written; value_of: the value of any other key. ConfigError, without
+    the place, if the value is refused."""
     new = typed(value)
     known = [text_of(same) for same in row.same]
     is_same = any(_equal(new, same) for same in row.same)
@@ -91,12 +91,12 @@ def judge(name: str, value: Plain, row: Row, value_of: Callable[[str], Plain]) -
         elif isinstance(new, int) and new >= least:
             is_same = True
     if is_same:
-        return Verdict("used", "used; it is what happens here anyway", {})
+        return Verdict("used; it is what happens here anyway", {})
     if row.refused:
         only = f", only {' or '.join(known)}" if known else ""
-        return Verdict("refused", f"{name}={text_of(new):.80} is not supported here{only}: {row.refused}", {})
+        raise ConfigError(f"{name}={text_of(new):.80} is not supported here{only}: {row.refused}")
     if row.why:
-        return Verdict("does not matter", f"does not matter: {row.why}", {})
+        return Verdict(f"does not matter: {row.why}", {})
     target = row.target.replace("$", name.rpartition(".")[2]) or name
     settings: dict[str, Plain] = {}
     others = [ours for theirs, ours in row.values.items() if _equal(new, theirs)]
@@ -107,11 +107,11 @@ def judge(name: str, value: Plain, row: Row, value_of: Callable[[str], Plain]) -
     elif name == "policy.scheduler" and isinstance(value, list):
         settings = _schedule(new)
     else:
-        return Verdict("used", "used", {name: value})
+        return Verdict("used", {name: value})
     shown = ", ".join(f"{key}={text_of(setting)}" for key, setting in settings.items())
     if row.target and not others and not keys.is_free(target):
         settings[target] = value
-    return Verdict("mapped to", f"mapped to {shown}", settings)
+    return Verdict(f"mapped to {shown}", settings)
 
 
 def _equal(value: Plain, other: Plain) -> bool:

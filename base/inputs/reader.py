@@ -13,7 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -32,21 +32,43 @@ _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operato
 
 
 class Entry(NamedTuple):
-    """A key that a file or an override sets, by its full name, and where."""
+    """A key that a file or an override sets, by its full name, where, and the number of the file or override."""
 
     name: str
     value: Plain
     place: str
+    source: int = 0
 
 
-@dataclass(slots=True)
 class Reading:
-    """What `read` finds: a config in which a key with a mistake has its default, and the mistakes. doubtful: keys of
-    whose values nothing can be said, because they are wrong or misspelled."""
+    """What `read` finds: a config in which a key with a mistake has its default, and the mistakes."""
 
     cfg: Config
-    problems: list[str]
-    doubtful: set[str]
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.doubtful: set[str] = set()  # keys of whose values nothing can be said: they are wrong or misspelled
+        self.verdicts: dict[str, str] = {}  # on each key that is set
+
+    def refuse(self, entry: Entry, ours: str, problem: ConfigError) -> None:
+        """Adds a mistake. ours: the key that the entry would have set."""
+        text = f"{entry.place}: {problem}"
+        self.problems.append(text)
+        self.verdicts[entry.name] = f"refused: {text}"
+        self.doubtful.update({plain_name(entry.name), plain_name(ours)} & FIELDS.keys())
+
+    def check_known(self, name: str) -> None:
+        """ConfigError if there is no such key. The key that is meant is looked for only where the problem is told, for
+        that takes milliseconds."""
+        plain = plain_name(name)
+        if plain in FIELDS or keys.is_free(name):
+            return
+        if len(self.problems) >= MOST_PROBLEMS:
+            raise ConfigError(f"unknown key '{plain:.200}'")
+        meant = keys.meant_key(plain, FIELDS)
+        if meant:
+            self.doubtful.add(meant)
+        raise ConfigError(keys.unknown_key(plain, meant))
 
     def raise_problems(self, others: Sequence[str] = ()) -> None:
         """ConfigError if there are problems, here or among `others` that are about no doubtful key."""
@@ -73,15 +95,19 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = Fal
 def read(path: str | Path, overrides: Sequence[str] = (), *, explain: bool = False) -> Reading:
     """As `load`, but mistakes of keys are returned, so that others can be told with them. Raises ConfigError where a
     file or an override cannot be read at all."""
-    files = _read_file(Path(path), ())
-    translation = _Translation(files, [_read_override(override) for override in overrides])
-    translation.run()
+    sources = _read_file(Path(path), ())
+    num_files = len(sources)
+    for override in overrides:
+        sources.append([_read_override(override)])
+    entries = _merge(sources)
+    reading = Reading()
+    ours = _translated(_Translation(entries, num_files), reading)
+    reading.cfg = _Values(ours, reading).build(Config(), "")
     if explain:
-        translation.print_verdicts()
-    elif not translation.problems and os.environ.get("RANK", "0") == "0":
-        translation.print_idle_keys()
-    cfg = translation.build(Config(), "")
-    return Reading(cfg, translation.problems, translation.doubtful)
+        _print_verdicts(reading.verdicts, entries)
+    elif not reading.problems and os.environ.get("RANK", "0") == "0":
+        _print_idle_keys(reading.verdicts)
+    return reading
 
 
 def to_yaml(cfg: Config) -> str:
@@ -163,140 +189,94 @@ def _replaced_section(name: str) -> str | None:
     return section if section and section in SECTIONS and last == "_override_" else None
 
 
-def _merge(entries: Sequence[Entry]) -> dict[str, Entry]:
+def _merge(sources: Sequence[Sequence[Entry]]) -> dict[str, Entry]:
     """Key -> the entry in force. A later value replaces all keys below it: `env: null` those of `env.math`. A later key
     replaces the null, {} or [] above it: `env.math.num_workers` an earlier `env: {}`."""
     merged: dict[str, Entry] = {}
-    for entry in entries:
-        name = _replaced_section(entry.name) or entry.name
-        below = [key for key in merged if key.startswith(f"{name}.")]
-        if below and entry.value == {}:  # an empty section changes nothing
-            continue
-        for key in below:
-            del merged[key]
-        if name != entry.name:  # `_override_: true`, or a wrong value of it
-            if entry.value != "true":
-                merged[entry.name] = entry
-            continue
-        above = name.rpartition(".")[0]
-        while above:
-            if above in merged and merged[above].value in (None, {}, []):
-                del merged[above]
-            above = above.rpartition(".")[0]
-        merged.pop(name, None)
-        merged[name] = entry
+    for number, source in enumerate(sources):
+        for entry in source:
+            _add(merged, entry._replace(source=number))
     return merged
 
 
-# -------------------------------------------------------------------------------------------------- keys to values
+def _add(merged: dict[str, Entry], entry: Entry) -> None:
+    name = _replaced_section(entry.name) or entry.name
+    below = [key for key in merged if key.startswith(f"{name}.")]
+    if below and entry.value == {}:  # an empty section changes nothing
+        return
+    for key in below:
+        del merged[key]
+    if name != entry.name:  # `_override_: true`, or a wrong value of it
+        if entry.value != "true":
+            merged[entry.name] = entry
+        return
+    above = name.rpartition(".")[0]
+    while above:
+        if above in merged and merged[above].value in (None, {}, []):
+            del merged[above]
+        above = above.rpartition(".")[0]
+    merged.pop(name, None)
+    merged[name] = entry
+
+
+# ------------------------------------------------------------------------------ pass one: their keys to ours
 
 
 class _Translation:
-    """Entries -> values of our keys, by NeMo RL's table and the types and bounds of config.py."""
+    """Pass one: the keys that are set -> a verdict on each, with what it sets here, by NeMo RL's table. Values stay as
+    they are written, with `${}` replaced."""
 
-    def __init__(self, files: Sequence[Sequence[Entry]], overrides: Sequence[Entry]):
-        sources = [*files]
-        for override in overrides:
-            sources.append([override])
-        entries: list[Entry] = []
-        self.num_files = len(files)
-        self.source_of: dict[str, int] = {}  # number of the file or override that sets the key
-        for number, source in enumerate(sources):
-            entries += source
-            for entry in source:
-                self.source_of[entry.name] = number
-        self.entries = _merge(entries)
-        self.rows = nemo.rows_of(self.entries.keys())
-        self.added = nemo.settings_beside(self.entries.keys())
-        self.written: dict[str, Plain] = {}  # what `${key}` reads
-        for name, entry in self.entries.items():
-            self.written[numbered_name(name)] = entry.value
-        for name, value in self.added.items():
-            self.written[numbered_name(name)] = value
-        self.values: dict[str, Any] = {}  # of our keys, of any type
-        self.verdicts: dict[str, str] = {}
-        self.problems: list[str] = []
-        self.doubtful: set[str] = set()
-        self.set_by: dict[str, str] = {}  # key of ours -> the key that set it last
+    def __init__(self, entries: dict[str, Entry], num_files: int):
+        self.num_files = num_files
+        self.entries = entries
+        self.rows = nemo.rows_of(entries.keys())
+        self.added = nemo.settings_beside(entries.keys())
+        written = {name: entry.value for name, entry in entries.items()} | self.added
+        self.written = {numbered_name(name): value for name, value in written.items()}  # what `${key}` reads
 
-    def run(self) -> None:
-        """Judges every key. Of several spellings of one key, the last to be judged wins."""
+    def in_order(self) -> list[Entry]:
+        """File by file, then override by override; within a file, renamed keys come after plain ones. Of several
+        spellings of one key, the last one wins."""
 
-        def order(name: str) -> tuple[int, bool]:
-            """File by file, then override by override. Within a file, renamed keys come after plain ones."""
-            source = self.source_of[name]
-            row = self.rows[name]
+        def order(entry: Entry) -> tuple[int, bool]:
+            source = entry.source
+            row = self.rows[entry.name]
             if row.decides and source < self.num_files:
                 source = self.num_files - 1
             return source, bool(row.target)
 
-        for name in sorted(self.entries, key=order):
-            entry = self.entries[name]
-            row = self.rows[name]
-            try:
-                self._translate(entry, row)
-            except ConfigError as error:
-                self._refuse(name, row, str(error))
-        if self.problems:
-            return
-        for name, value in self.added.items():
-            self._set(name, self._resolved(Entry(name, value, "nemo.yaml")))
+        return sorted(self.entries.values(), key=order)
 
-    def _translate(self, entry: Entry, row: nemo.Row) -> None:
-        """Adds the verdict on a key and what it sets. ConfigError without the place."""
-        name, value, _ = entry
+    def judged(self, entry: Entry) -> nemo.Verdict:
+        """The verdict on a key. ConfigError, without the place, if it is refused."""
+        name = entry.name
+        row = self.rows[name]
         if _replaced_section(name):
-            raise ConfigError(f"{name}: expected true, got {_shown(value)}")
-        value_matters = row.same or not row.why
-        if value_matters:
-            value = self._resolved(entry)
+            raise ConfigError(f"{name}: expected true, got {_shown(entry.value)}")
+        value = entry.value
+        if row.same or not row.why:  # the value matters
+            value = self.resolved(name, value)
             if keys.is_free(name) and value != entry.value:
                 value = typed(value)
-        verdict = nemo.judge(name, value, row, self._value_of)
-        if verdict.kind == "refused":
-            raise ConfigError(verdict.text)
-        self.verdicts[name] = verdict.text
-        for key, setting in verdict.settings.items():
-            earlier = self.set_by.get(key, name)
-            is_changed = self._set(key, setting)
-            if is_changed and earlier != name and key in (earlier, name):  # two spellings of one key, and two values
-                self.verdicts[earlier] = f"does not matter: {name} decides"
-            self.set_by[key] = name
-
-    def _refuse(self, name: str, row: nemo.Row, problem: str) -> None:
-        text = f"{self.entries[name].place}: {problem}"
-        self.problems.append(text)
-        self.verdicts[name] = f"refused: {text}"
-        self.doubtful.update({plain_name(name), row.target} & FIELDS.keys())
-
-    def _unknown(self, name: str) -> str:
-        """The problem with a key that does not exist. The key that is meant is looked for only where the problem is
-        told, for that takes milliseconds."""
-        if len(self.problems) >= MOST_PROBLEMS:
-            return f"unknown key '{name:.200}'"
-        meant = keys.meant_key(name, FIELDS)
-        if meant:
-            self.doubtful.add(meant)
-        return keys.unknown_key(name, meant)
+        return nemo.judge(name, value, row, self._value_of)
 
     def _value_of(self, name: str) -> Plain:
-        return typed(self._resolved(Entry(name, f"${{{name}}}", "")))
+        return typed(self.resolved(name, f"${{{name}}}"))
 
-    def _resolved(self, entry: Entry) -> Plain:
+    def resolved(self, name: str, value: Plain) -> Plain:
         """The value of a key, with `${key}`, `${.sibling}` and `${mul: a, b}` in its text replaced."""
-        text = entry.value
-        if not isinstance(text, str) or "${" not in text or entry.name in FREE:
-            return text
+        if name in FREE:
+            return value
         for _ in range(20):
-            if "${" not in text:
-                return None if typed(text) is None else text  # `${key}` of a null key is null, not its text
-            text = re.sub(r"\$\{([^${}]*)\}", lambda match: self._looked_up(match[1].strip(), entry.name), text)
-            if len(text) > 10_000:
+            if not isinstance(value, str) or "${" not in value:
+                return value
+            if len(value) > 10_000:
                 break
-        raise ConfigError(f"{entry.name}: ${{...}} forms a cycle, is too deep, or is not closed")
+            value = keys.replaced(value, lambda reference: self._looked_up(reference, name))
+        raise ConfigError(f"{name}: ${{...}} forms a cycle, is too deep, too long, or is not closed")
 
-    def _looked_up(self, reference: str, key: str) -> str:
-        """The text in place of `${reference}` in the value of `key`."""
+    def _looked_up(self, reference: str, key: str) -> str | None:
+        """The text in place of `${reference}` in the value of `key`; None for null."""
         if ":" in reference:
             if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", reference):
                 raise ConfigError(f"{key}: ${{{reference:.80}}}: only keys, and mul of numbers, are understood")
@@ -307,29 +287,91 @@ class _Translation:
         found = self.written.get(numbered_name(name), default)
         if found is MISSING or name in SECTIONS or isinstance(found, (tuple, list, dict)):
             raise ConfigError(f"{key}: ${{{name:.80}}} is not the name of a key with one value")
-        return keys.text_of(found)
+        return None if found is None else keys.text_of(found)
 
-    def _set(self, name: str, value: Plain) -> bool:
-        """Sets a key of ours, and says whether it had another value. ConfigError if key or value is wrong."""
-        plain = plain_name(name)
+
+def _translated(translation: _Translation, reading: Reading) -> dict[str, Entry]:
+    """Pass one: keys of ours -> the entries that set them, with values of ours. Adds a verdict on each key."""
+    ours: dict[str, Entry] = {}
+    for entry in translation.in_order():
+        try:
+            verdict = translation.judged(entry)
+            for key in verdict.settings:
+                reading.check_known(key)
+        except ConfigError as problem:
+            reading.refuse(entry, entry.name, problem)
+            continue
+        reading.verdicts[entry.name] = verdict.text
+        for key, value in verdict.settings.items():
+            earlier = ours.get(key)
+            # Two spellings of one key, and two values.
+            if earlier and key in (earlier.name, entry.name) and typed(earlier.value) != typed(value):
+                reading.verdicts[earlier.name] = f"does not matter: {entry.name} decides"
+            ours[key] = entry._replace(value=value)
+    if not reading.problems:
+        for key, value in translation.added.items():
+            ours[key] = Entry(key, translation.resolved(key, value), "nemo.yaml")
+    return ours
+
+
+def _print_verdicts(verdicts: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
+    """Prints how many keys have which verdict, then a line for each key."""
+    counts = []
+    lines = []
+    for kind in nemo.KINDS:
+        names = [name for name, text in verdicts.items() if text.startswith(kind)]
+        if names:
+            counts.append(f"{len(names)} {kind}")
+        lines += [f"{name}={keys.text_of(entries[name].value)}: {verdicts[name]}" for name in names]
+    print(f"{len(verdicts)} keys: {', '.join(counts)}", *lines, "", sep="\n")
+
+
+def _print_idle_keys(verdicts: Mapping[str, str]) -> None:
+    """Prints that some keys do not matter here."""
+    idle = [name for name, text in verdicts.items() if text.startswith("does not matter")]
+    if idle:
+        some = ", ".join(idle[:3])
+        if len(idle) > 3:
+            some += ", .."
+        print(f"without effect here: {len(idle)} keys of the config ({some}); --check --explain says why")
+
+
+# ------------------------------------------------------------------------- pass two: texts to values and a Config
+
+
+class _Values:
+    """Pass two: values of the types and within the bounds of config.py."""
+
+    def __init__(self, ours: Mapping[str, Entry], reading: Reading):
+        self.problems = reading.problems
+        self.values: dict[str, Any] = {}  # by keys of ours
+        for name, entry in ours.items():
+            try:
+                self._set(name, entry.value)
+            except ConfigError as problem:
+                reading.refuse(entry, name, problem)
+
+    def _set(self, name: str, value: Plain) -> None:
+        """Sets a key of ours. ConfigError if the value is wrong."""
         for free in FREE:
             if name.startswith(f"{free}."):
-                return self._set_free(free, name.removeprefix(f"{free}."), value)
-        if plain not in FIELDS:
-            raise ConfigError(self._unknown(plain))
+                self._set_free(free, name.removeprefix(f"{free}."), value)
+                return
+        plain = plain_name(name)
         if plain in SECTIONS:
             self._check_section(name, value)
-            return False
-        return _put(self.values, numbered_name(name), checked(name, value, FIELDS[plain].type))
+        else:
+            self.values[numbered_name(name)] = checked(name, value, FIELDS[plain].type)
 
-    def _set_free(self, free: str, name: str, value: Plain) -> bool:
+    def _set_free(self, free: str, name: str, value: Plain) -> None:
         """Sets one of the user's own keys below `free`."""
         section = self.values.setdefault(free, {})
         kind = get_args(FIELDS[free].type)[1]
         above, _, last = name.rpartition(".")
         if free == "env.custom" and above:  # such as env.custom.my.envs:Class.argument
-            return _put(section.setdefault(above, {}), last, value)
-        return _put(section, name, checked(f"{free}.{name}", value, kind))
+            section.setdefault(above, {})[last] = value
+        else:
+            section[name] = checked(f"{free}.{name}", value, kind)
 
     def _check_section(self, name: str, value: Plain) -> None:
         """A section without keys sets nothing, nor does null for a list of sections. ConfigError for another value."""
@@ -360,36 +402,6 @@ class _Translation:
                 self.problems.append(f"{name}.{max(set_numbers)} is set, but not {name}.{number}: leave no gaps")
                 return ()
         return tuple(self.build(default, f"{name}.{number}.") for number in range(len(set_numbers)))
-
-    def print_verdicts(self) -> None:
-        """Prints how many keys have which verdict, then a line for each key."""
-        counts = []
-        lines = []
-        for kind in nemo.KINDS:
-            names = [name for name, text in self.verdicts.items() if text.startswith(kind)]
-            if names:
-                counts.append(f"{len(names)} {kind}")
-            lines += [f"{name}={keys.text_of(self.entries[name].value)}: {self.verdicts[name]}" for name in names]
-        print(f"{len(self.verdicts)} keys: {', '.join(counts)}", *lines, "", sep="\n")
-
-    def print_idle_keys(self) -> None:
-        """Prints that some keys do not matter here."""
-        idle = [name for name, text in self.verdicts.items() if text.startswith("does not matter")]
-        if idle:
-            some = ", ".join(idle[:3])
-            if len(idle) > 3:
-                some += ", .."
-            print(f"without effect here: {len(idle)} keys of the config ({some}); --check --explain says why")
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> bool:
-    """Sets a value, and says whether there was another one."""
-    is_changed = values.get(name, value) != value
-    values[name] = value
-    return is_changed
-
-
-# --------------------------------------------------------------------------------------------------------- values
 
 
 def checked(name: str, value: Plain, kind: keys.Kind) -> Any:

@@ -223,6 +223,8 @@ def test_a_value_that_is_overridden_is_not_judged(write):
         load(write("defaults: base\n"))
     with pytest.raises(ConfigError, match=r"base\.yaml line 2: unknown key 'grpo.sed'. Did you mean 'grpo.seed'"):
         load(write("defaults: [base]\n"), ["policy.generation.backend=vllm"])
+    text = "grpo: {adv_estimator: {normalize_rewards: maybe}}"
+    assert not load(write(text), ["grpo.normalize_rewards=false"]).grpo.normalize_rewards, "nor one of another spelling"
 
 
 def test_explain(write, capsys):

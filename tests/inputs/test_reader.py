@@ -189,6 +189,7 @@ MERGES = "\n".join(["a: &a0 {x: 1}", *(f"b{n}: &a{n + 1} {{p: *a{n}, q: *a{n}}}"
         ("env: {custom: {" + ", ".join(f"k{n}: 1" for n in range(30_000)) + "}}", "env.custom.k"),
         ("env: {custom: {a: " + "9" * 5_000 + "}}", "env.custom.a"),
         ("logger: {log_dir: '${.log_dir}${.log_dir}'}", "logger.log_dir"),
+        ("logger: {log_dir: '" + "${.log_dir}" * 40_000 + "'}", "logger.log_dir"),
         ('a: "\\UFFFFFFFF"', "run.yaml"),
     ],
     ids=lambda text: text[:12],
