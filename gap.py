@@ -129,8 +129,8 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
         return None
     newest_R = micro.version_R == version
     if not grpo.async_grpo.recompute_kv_cache_after_weight_updates:
-        # A sequence that older weights began keeps their keys in the cache. No single weights compute its logps, so
-        # the whole sequence is left out.
+        # A reply that older weights began keeps their keys in the cache: no single weights compute its logps. Its whole
+        # sequence is left out, with later replies, too, which compute all keys with weights of their own.
         is_old_R = ~newest_R
         num_old = torch.zeros_like(micro.adv_R).index_add(0, micro.seq_R, is_old_R.float())  # by number of the sequence
         newest_R = newest_R & (num_old[micro.seq_R] == 0)

@@ -213,8 +213,9 @@ def _aggregation_weights(seqs: Sequences, num_valid_tokens, num_valid_seqs, shar
 
     token_level_loss: 1 / tokens (DAPO, Yu et al. 2025). If false: 1 / (length * samples), the mean over samples of
     their tokens' mean (GRPO, Shao et al. 2024); the length is that of all sequences of the sample, here the sequence's
-    divided by its share. loss_scale_factor takes the place of the number of tokens (1: verl's token-sum), or of the
-    length (Dr. GRPO, Liu et al. 2025; verl).
+    divided by its share. share_R includes rejected tokens, the length does not: of a sample with several sequences the
+    quotient is then exact only if each loses the same fraction. loss_scale_factor takes the place of the number of
+    tokens (1: verl's token-sum), or of the length (Dr. GRPO, Liu et al. 2025; verl).
     """
     one_R = torch.ones_like(seqs.length_R)
     if cfg.token_level_loss:

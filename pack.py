@@ -245,19 +245,9 @@ def finish_minibatches(minibatches: list[Minibatch], path: LossPath, version: in
             micro.share_R = on_device(share_R[order_R], micro.mask_R.device)
 
 
-HOST_COLUMNS = {
-    "adv_R": np.float64,
-    "reward_R": np.float64,
-    "seq_R": np.int64,
-    "sample_R": np.int64,
-    "sampler_logp_R": np.float64,
-    "mask_R": np.bool_,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What the host reads of a micro-batch's rows: HOST_COLUMNS."""
+    """What the host reads of a micro-batch's rows."""
 
     adv_R: np.ndarray
     reward_R: np.ndarray
@@ -284,17 +274,17 @@ class HostRows:
 def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
     """Of each micro-batch. One copy for all of them: the host waits for the device once."""
     columns = []
-    for name in HOST_COLUMNS:
-        columns.append(torch.cat([getattr(micro, name) for micro in micros]).double())
-    on_host = torch.stack(columns).cpu().numpy()
+    for field in fields(HostRows):
+        columns.append(torch.cat([getattr(micro, field.name) for micro in micros]))
+    as_doubles = torch.stack([column.double() for column in columns]).cpu()
+    on_host = []
+    for column, doubles in zip(columns, as_doubles, strict=True):
+        on_host.append(doubles.to(column.dtype).numpy())
     found = []
     start = 0
     for micro in micros:
         end = start + len(micro.mask_R)
-        rows = {}
-        for (name, dtype), column in zip(HOST_COLUMNS.items(), on_host, strict=True):
-            rows[name] = column[start:end].astype(dtype)
-        found.append(HostRows(**rows))
+        found.append(HostRows(*(column[start:end] for column in on_host)))
         start = end
     return found
 

@@ -307,10 +307,11 @@ class Sample:
 
     prompt: the problem's number in the step; groups are made from it, never from text. index: the sample's in its
     group. sequences: its tokens. The first is the conversation; an agent that branched, or changed what it had said,
-    has further ones. expected: the row's answer. num_turns: replies; of an agent, num_calls. by_agent: whether an agent
-    asked for its replies. messages: the conversation, kept after grading for a reward model alone. engine: which one
-    drew the sample. is_filtered: it is not trained on, whatever its mask says; if it was graded, its reward stays in
-    the baseline of its group. advantage: of all its tokens, or of each turn (advantages.py). number: in its minibatch.
+    has further ones. expected: the row's answer. num_turns: replies; 1 for an agent, whose replies are num_calls.
+    by_agent: whether an agent asked for them. messages: the conversation, kept after grading for a reward model alone.
+    engine: which one drew the sample. is_filtered: it is not trained on, whatever its mask says; if it was graded, its
+    reward stays in the baseline of its group. advantage: of all its tokens, or of each turn (advantages.py). number: in
+    its minibatch.
 
     Example: prompt 0, index 3, one sequence, finish_reason "stop", grade of reward 1.0 and outcome "ok".
     """

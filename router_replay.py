@@ -29,6 +29,7 @@ class RouterReplay:
         self.num_experts = num_experts
         self.chooses = chooses
         self.counts = torch.zeros(3, dtype=torch.int64)  # of choices: that differ, that are compared, all
+        self.counted: set[int] = set()  # layers, in this forward: one that is recomputed in the backward counts once
         for number, router in enumerate(routers):
             router.forward = partial(self.forward, number, router.forward)
 
@@ -36,6 +37,7 @@ class RouterReplay:
         """The next forward, and its backward, are of a pack with these experts; None: the routers choose, and nothing
         is counted."""
         self.experts_TLA = None if experts_TLA is None else on_device(experts_TLA, device)
+        self.counted = set()
 
     def forward(self, number: int, route: Callable, *args, **kwargs) -> tuple[Tensor, ...]:
         """`route` is the router's own forward."""
@@ -44,7 +46,8 @@ class RouterReplay:
         with Choice(self.experts_TLA[:, number].long(), self.num_experts, self.chooses) as choice:
             out = route(*args, **kwargs)
         assert choice.counts is not None, "a router that does not choose by topk"
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and number not in self.counted:
+            self.counted.add(number)
             self.counts = self.counts.to(choice.counts.device) + choice.counts
         return out
 

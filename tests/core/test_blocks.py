@@ -50,6 +50,20 @@ def packed(tokens_S, prefix_S):
     return torch.cat(tokens_S), torch.cat(positions), PackLayout.of(bounds, prefix_S, int(bounds[-1]), CPU)
 
 
+def weighted_sums(logits_S, expected_S, bound):
+    """Of both the sum with the same random weights, to be differentiated. The logits of each segment are near, and are
+    the last of the expected ones."""
+    total = expected_total = 0
+    for segment, (logits, expected) in enumerate(zip(logits_S, expected_S, strict=True)):
+        expected = expected[-len(logits) :]
+        assert expected.std() > 0.1  # logits that would hide an error are none
+        assert (logits - expected).abs().max() <= bound, segment
+        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(segment))
+        total = total + (logits * weight).sum()
+        expected_total = expected_total + (expected * weight).sum()
+    return total, expected_total
+
+
 def gradients(model):
     found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
@@ -76,15 +90,11 @@ def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path)
     tokens_S, prefix_S = segments()
     bound = 1e-4 if isinstance(config.family.state, DeltaNet) else 1e-5  # unit keys amplify rounding
     logits_S = model(*packed(tokens_S, prefix_S)).split([len(tokens) for tokens in tokens_S])
-    total = expected_total = 0
-    for segment, (tokens, prefix, logits) in enumerate(zip(tokens_S, prefix_S, logits_S, strict=True)):
+    expected_S = []
+    for tokens, prefix in zip(tokens_S, prefix_S, strict=True):
         whole = torch.cat([tokens_S[prefix], tokens]) if prefix >= 0 else tokens
-        expected = hf_model(whole[None], use_cache=False).logits[0, -len(tokens) :]
-        assert expected.std() > 0.1  # logits that would hide an error are none
-        assert (logits - expected).abs().max() <= bound, segment
-        weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(segment))
-        total = total + (logits * weight).sum()
-        expected_total = expected_total + (expected * weight).sum()
+        expected_S.append(hf_model(whole[None], use_cache=False).logits[0])
+    total, expected_total = weighted_sums(logits_S, expected_S, bound)
     total.backward()
     expected_total.backward()
     expected_gradients = gradients(hf_model)
