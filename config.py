@@ -766,11 +766,6 @@ class Config(Section):
         return self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
-    def holds_reference(self) -> bool:
-        """Whether the trainer has its weights."""
-        return self.has_reference and self.policy.reference_server_url is None
-
-    @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
         total = self.policy.max_total_sequence_length

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from config import ConfigError, LossConfig
-from kernels import linear_logp, top_logp
+from kernels import linear_logp
 from kernels.backend import KernelBackend
 from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
@@ -135,24 +135,18 @@ class PackedModel(Protocol):
 # ------------------------------------------------------------------------------------------------- log-probabilities
 
 
-def response_logps(model: PackedModel, inputs: tuple, target_R: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """(logp_R, entropy_R) of the target tokens under the model, float32, in nats. inputs: `MicroBatch.model_inputs`."""
-    return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options))
-
-
-def top_logps(
-    model: PackedModel, inputs: tuple, target_R: Tensor, top_k: int, options: HeadOptions
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp_R, ids_RJ, logp_RJ) of kernels.top_logp, of the model's logits without top_p and top_k."""
-    shared = {"vocab": options.vocab, "temperature": options.temperature}
-    shared |= {"backend": options.backend, "softcap": options.softcap}
-    return model(*inputs, lambda hidden_RD, weight_VD: top_logp(hidden_RD, weight_VD, target_R, top_k, **shared))
+def response_logps(
+    model: PackedModel, inputs: tuple, target_R: Tensor, options: HeadOptions, top_k: int | None = None
+) -> tuple[Tensor, ...]:
+    """(logp_R, entropy_R) of the target tokens under the model, float32, in nats. inputs: `MicroBatch.model_inputs`.
+    With top_k also (logp_RJ, ids_RJ), of the ids that are likeliest under the model."""
+    return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options, top_k=top_k))
 
 
 def head_logps(
-    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions, ids_RJ: Tensor | None = None
+    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions, **ids: Tensor | int | None
 ) -> tuple[Tensor, ...]:
-    """(logp_R, entropy_R) of kernels.linear_logp, and with ids_RJ logp_RJ."""
+    """(logp_R, entropy_R) of kernels.linear_logp, and with its ids_TJ or top_k, `ids`, (logp_RJ, ids_RJ)."""
     return linear_logp(
         hidden_RD,
         weight_VD,
@@ -163,7 +157,7 @@ def head_logps(
         backend=options.backend,
         sampling_filter=options.sampling_filter,
         softcap=options.softcap,
-        ids_TJ=ids_RJ,
+        **ids,
     )
 
 
@@ -199,7 +193,7 @@ def linear_loss(
     if options.loss.path.kind == "one pass" and needs_grad:
         assert not needs_both and ids_RJ is None, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
-    logp_R, entropy_R, *at_ids = head_logps(hidden_RD, weight_VD, target_R, options, ids_RJ)
+    logp_R, entropy_R, *at_ids = head_logps(hidden_RD, weight_VD, target_R, options, ids_TJ=ids_RJ)
     if at_ids:
         loss_of = partial(loss_of, logp_RJ=at_ids[0])
     if needs_both:

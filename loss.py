@@ -41,7 +41,7 @@ class Max(Extreme):
 
 Metrics = dict[str, Tensor | tuple[Tensor, Tensor] | Min | Max]
 
-MIN_REST = 1e-6  # of a probability that is 1 - a sum in float32
+MIN_REST = 1e-6  # a probability that is 1 - a sum in float32 is rounding error below, and has no gradient
 BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance sampling types that weight sequences
 
 
@@ -465,9 +465,7 @@ def _top_kl(t: _Tokens, logp_RJ: Tensor, ref_logp_RJ: Tensor, cfg: LossConfig) -
 
         sum over these ids of p (log p - log q) + r (log r - log s), p: policy, q: reference, r = 1 - sum p, s likewise
 
-    It is at most the KL over the whole vocabulary. No sample of the policy is in it, so neither is its noise (NeMo RL's
-    distillation, kl_type=reverse, without r and s). Below MIN_REST r is rounding error, and has no gradient.
-    """
+    At most the KL over all ids; without a sample's noise. NeMo RL's distillation (reverse) is without r and s."""
     trained_R1 = t.valid_R[:, None]
     logp_RJ = torch.where(trained_R1, logp_RJ.to(t.dtype), 0.0)
     ref_logp_RJ = torch.where(trained_R1, ref_logp_RJ.to(t.dtype), 0.0).detach()

@@ -25,7 +25,7 @@ from attention import GatherRows, PackLayout, packed_attention
 from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
-from head import HeadOptions, response_logps, top_logps
+from head import HeadOptions, response_logps
 from loss import Metrics
 from pack import MicroBatch
 
@@ -408,11 +408,10 @@ class Reference:
         with self.in_place_of(model) as scorer, scorer.gathered_once():
             for micro in micros:
                 # top_p and top_k keep other tokens of the reference than of the policy.
-                given = (scorer, micro.inputs_of_reference, micro.target_R)
-                if top_k is None:
-                    micro.ref_logp_R, _ = response_logps(*given, options.unfiltered)
-                else:
-                    micro.ref_logp_R, micro.ref_ids_RJ, micro.ref_logp_RJ = top_logps(*given, top_k, options)
+                given = (scorer, micro.inputs_of_reference, micro.target_R, options.unfiltered, top_k)
+                micro.ref_logp_R, _, *at_ids = response_logps(*given)
+                if at_ids:
+                    micro.ref_logp_RJ, micro.ref_ids_RJ = at_ids
 
     @torch.no_grad()
     def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:

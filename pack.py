@@ -109,8 +109,7 @@ class MicroBatch(Pack):
     mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
     rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
     None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
-    reference policy; None where the run does not need them. ref_ids_RJ, ref_logp_RJ: at each token the reference's
-    likeliest ids, and their log-probabilities; None without loss_fn.topk_logits_k.
+    reference policy, ref_logp_RJ of its likeliest ids, ref_ids_RJ; None where the run does not need them.
     """
 
     layout: PackLayout

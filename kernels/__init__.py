@@ -1,7 +1,6 @@
 """The output layer without logits of all rows in memory, in Triton or PyTorch: tensors only.
 
     linear_logp   log-probabilities and entropies, differentiable: the interface of this package
-    top_logp      a teacher's likeliest ids with theirs
 
 logp.py has the mathematics, reference.py the same in four lines and with all logits, chunks.py a chunk of logits and
 what is computed from it, row_kernels.py Triton's kernels.
@@ -13,7 +12,7 @@ from importlib import import_module
 
 
 def __getattr__(name: str):
-    """The functions above, imported at their first use: --check imports kernels.sizes, and has no torch."""
-    if name in ("linear_logp", "top_logp"):
-        return getattr(import_module("kernels.logp"), name)
+    """`kernels.linear_logp`, imported at its first use: --check imports kernels.sizes, and has no torch."""
+    if name == "linear_logp":
+        return import_module("kernels.logp").linear_logp
     raise AttributeError(f"module 'kernels' has no attribute {name!r}")

@@ -128,20 +128,6 @@ def logit_chunks(
         yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, softcap, hidden_RD.dtype)
 
 
-def logits_at(chunk: LogitChunk, ids_CJ: Tensor) -> tuple[Tensor, Tensor]:
-    """([C, 1], [C, J]): the chunk's logits at its targets and at the ids, before its `logp_and_entropy`."""
-    target_C1 = chunk.target_C[:, None]
-    return chunk.logits_CV.gather(1, target_C1), chunk.logits_CV.gather(1, ids_CJ)
-
-
-def add_at_(dz_CV: Tensor, ids_CJ: Tensor, g_CJ: Tensor, logit_CJ: Tensor, softcap: float | None) -> None:
-    """Adds g_CJ, derivatives in the logits logit_CJ, to dz_CV at the ids. The ids of a row differ: no two additions
-    meet, so sums have a fixed order."""
-    if softcap is not None:
-        g_CJ = g_CJ * (1 - (logit_CJ / softcap).square())
-    dz_CV.scatter_add_(1, ids_CJ, g_CJ.to(dz_CV.dtype))
-
-
 def write_gradients(
     dz_CV: Tensor,
     rows: slice,

@@ -5,10 +5,7 @@ For a row x of hidden_TD, temperature tau and target y:
 and with g = dL/dlogp, h = dL/dH, the gradient dz of W x (not of z) gives dX and dW:
     dz_j = [ g (1[j = y] - p_j) - h p_j (log p_j + H) ] / tau        dX = dz W        dW = sum_T dz^T x
 With a cap c (Gemma 2, arXiv 2408.00118, section 2), c tanh(W x / c) is in the place of W x, and dz_j has the factor
-1 - tanh(W_j x / c)^2.
-
-At other ids, such as a teacher's likeliest, log p_j = log p_y + (W_j x - W_y x) / tau: their derivatives g_j add their
-sum to g above, g_j / tau to dz_j, and take the sum from dz_y.
+1 - tanh(W_j x / c)^2. At other ids, log p_j = log p_y + (W_j x - W_y x) / tau.
 
 Forward computes logits chunk by chunk and keeps a row's statistics; backward computes them again.
 In examples/naive.py this is `logp_GT = logp_GTV.gather(-1, token_GT[:, 1:, None])[..., 0]`.
@@ -23,30 +20,31 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.backend import KernelBackend
-from kernels.chunks import add_at_, logit_chunks, logits_at, write_gradients
+from kernels.chunks import logit_chunks, write_gradients
 from kernels.filter import SamplingFilter
 from kernels.matmul import wide_dtype
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, ids_TJ, *options):
+    def forward(ctx, hidden_TD, weight_VD, target_T, ids_TJ, finds_ids, *options):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, ids_TJ)
         ctx.options = options  # of `logit_chunks`
-        _, temperature, *_ = options
+        vocab, temperature, *_ = options
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
         logp_TJ = None if ids_TJ is None else stats_KT.new_empty(ids_TJ.shape)
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             rows = chunk.rows
+            if finds_ids:
+                ids_TJ[rows] = chunk.logits_CV[:, :vocab].topk(ids_TJ.shape[1], 1).indices
             if ids_TJ is not None:
-                target_logit_C1, logit_CJ = logits_at(chunk, ids_TJ[rows])
-                logp_TJ[rows] = (logit_CJ - target_logit_C1) / temperature
+                target_logit_C1 = chunk.logits_CV.gather(1, chunk.target_C[:, None])
+                logp_TJ[rows] = (chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1) / temperature
             stats_KT[:, rows] = chunk.logp_and_entropy()
-        logp_T, entropy_T = stats_KT
         if ids_TJ is not None:
-            logp_TJ += logp_T[:, None]
-        return logp_T, entropy_T, logp_TJ
+            logp_TJ += stats_KT[0, :, None]
+        return stats_KT[0], stats_KT[1], logp_TJ
 
     @staticmethod
     @once_differentiable
@@ -63,22 +61,24 @@ class _LinearLogp(torch.autograd.Function):
             rows = chunk.rows
             g_C = grad_logp_T[rows]
             if grad_logp_TJ is not None:
-                g_CJ = grad_logp_TJ[rows]
-                sum_C = g_CJ.sum(1)
-                g_C = g_C + sum_C
-                target_logit_C1, logit_CJ = logits_at(chunk, ids_TJ[rows])
+                places_CJ = torch.cat([chunk.target_C[:, None], ids_TJ[rows]], 1)
+                sum_C1 = grad_logp_TJ[rows].sum(1, keepdim=True)
+                g_C = g_C + sum_C1[:, 0]
+                added_CJ = torch.cat([-sum_C1, grad_logp_TJ[rows]], 1) / temperature
+                if softcap is not None:
+                    added_CJ *= 1 - (chunk.logits_CV.gather(1, places_CJ) / softcap).square()
             chunk.logp_and_entropy()
             h_C = None if grad_entropy_T is None else grad_entropy_T[rows]
             dz_CV = chunk.dlogits(g_C, h_C)
             if grad_logp_TJ is not None:
-                add_at_(dz_CV, ids_TJ[rows], g_CJ / temperature, logit_CJ, softcap)
-                add_at_(dz_CV, chunk.target_C[:, None], -sum_C[:, None] / temperature, target_logit_C1, softcap)
+                for part in (slice(0, 1), slice(1, None)):  # the target may be among the ids: sums have one order
+                    dz_CV.scatter_add_(1, places_CJ[:, part], added_CJ[:, part].to(dz_CV.dtype))
             write_gradients(dz_CV, rows, hidden_TD, weight_VD, grad_hidden_TD, grad_weight_VD, accumulate=True)
             del chunk, dz_CV  # frees the buffer before dW is cast
         if need_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         none_of_options = [None for _ in ctx.options]
-        return grad_hidden_TD, grad_weight_VD, None, None, *none_of_options
+        return grad_hidden_TD, grad_weight_VD, None, None, None, *none_of_options
 
 
 def linear_logp(
@@ -93,9 +93,9 @@ def linear_logp(
     sampling_filter: SamplingFilter | None = None,
     softcap: float | None = None,
     ids_TJ: Tensor | None = None,
+    top_k: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats;
-    with ids_TJ (logp_T, entropy_T, logp_TJ).
+    """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
 
     hidden_TD, weight_VD: one floating dtype and device, any strides.
     vocab: the tokenizer's number of ids; None = V. Rows from vocab on (padding) have gradients of exactly 0.
@@ -103,7 +103,8 @@ def linear_logp(
     backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
     sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target.
     softcap: the largest that a logit can be; None: no cap.
-    ids_TJ: int64 ids in [0, vocab), different ones in a row. Not with a sampling_filter.
+    ids_TJ: more int64 ids of each row, different ones; or top_k: its likeliest, likeliest first. The result is then
+    (logp_T, entropy_T, logp_TJ, ids_TJ). Not with a sampling_filter.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
     Memory: dX, dW (twice for 16-bit dtypes), one chunk of logits, with torch two, or three with a cap.
     """
@@ -111,39 +112,13 @@ def linear_logp(
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
     assert hidden_TD.shape[1] == weight_VD.shape[1], shapes
     assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
+    if top_k is not None:
+        ids_TJ = target_T.new_empty(len(target_T), min(top_k, vocab or len(weight_VD)))
     assert ids_TJ is None or sampling_filter is None, sampling_filter
-    inputs = (hidden_TD, weight_VD, target_T.contiguous(), ids_TJ)
+    inputs = (hidden_TD, weight_VD, target_T.contiguous(), ids_TJ, top_k is not None)
     logp_T, entropy_T, logp_TJ = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter, softcap)
     if ids_TJ is not None:
-        return logp_T, entropy_T, logp_TJ
+        return logp_T, entropy_T, logp_TJ, ids_TJ
     if return_entropy:
         return logp_T, entropy_T
     return logp_T
-
-
-@torch.no_grad()
-def top_logp(
-    hidden_TD: Tensor,
-    weight_VD: Tensor,
-    target_T: Tensor,
-    top_k: int,
-    *,
-    vocab: int | None = None,
-    temperature: float = 1.0,
-    backend: KernelBackend | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logp_T, ids_TJ, logp_TJ): of each row the target's log-probability, and the J = min(top_k, vocab) likeliest ids
-    with theirs, likeliest first. The arguments are those of `linear_logp`."""
-    vocab = len(weight_VD) if vocab is None else vocab
-    num_top = min(top_k, vocab)
-    logp_T = hidden_TD.new_empty(len(hidden_TD), dtype=wide_dtype(hidden_TD))
-    logp_TJ = logp_T.new_empty(len(hidden_TD), num_top)
-    ids_TJ = target_T.new_empty(logp_TJ.shape)
-    for chunk in logit_chunks(hidden_TD, weight_VD, target_T.contiguous(), vocab, temperature, backend, None, softcap):
-        rows = chunk.rows
-        ids_TJ[rows] = chunk.logits_CV[:, :vocab].topk(num_top, 1).indices
-        target_logit_C1, logit_CJ = logits_at(chunk, ids_TJ[rows])
-        logp_T[rows], _ = chunk.logp_and_entropy()
-        logp_TJ[rows] = logp_T[rows, None] + (logit_CJ - target_logit_C1) / temperature
-    return logp_T, ids_TJ, logp_TJ

@@ -399,8 +399,12 @@ RULES = [
     Rule(
         when=[not_equal("loss_fn.topk_logits_k", None)],
         unread=["loss_fn.kl_gradient", "loss_fn.use_on_policy_kl_approximation"],
-        refuse=[not_equal("policy.generation.top_p", 1.0), not_equal("policy.generation.top_k", None)],
         why="the KL is over the reference's likeliest ids, whatever was sampled",
+    ),
+    Rule(
+        when=[not_equal("loss_fn.topk_logits_k", None)],
+        refuse=[not_equal("policy.generation.top_p", 1.0), not_equal("policy.generation.top_k", None)],
+        why="the KL is of unfiltered log-probabilities; use the first's default, or set the second to null",
     ),
     Rule(
         when=[not_equal("policy.reference_model_name", None)],

@@ -49,6 +49,11 @@ def rounded_up(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def holds_reference(cfg: Config) -> bool:
+    """Whether a reference policy is here, and not behind a server."""
+    return cfg.has_reference and cfg.policy.reference_server_url is None
+
+
 @dataclass(frozen=True)
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
@@ -528,7 +533,7 @@ class Plan:
             last = self.teacher.num_hidden_layers - 1
             gathered = count(shapes, "embed_tokens") + count(shapes, f"model.layers.{last}.")
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
-        elif self.cfg.holds_reference and "weights" not in self.offloaded:
+        elif holds_reference(self.cfg) and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         ends = c * self.head
         gather = {"gathered": self.gather}
@@ -644,7 +649,7 @@ class Plan:
             pinned["weights"] += self.pinned(self.shapes, self.precision)
         pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
-        if self.cfg.holds_reference and self.trains:
+        if holds_reference(self.cfg) and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
             items["reference"] = self.pinned(shapes, precision)

@@ -15,7 +15,7 @@ from tiny import VOCAB_SIZE, make_tiny
 from base.system.ranks import start_process_group
 from config import LossConfig, SequencePackingConfig
 from head import HeadOptions, LossOptions, choose_loss_path, linear_loss
-from kernels import linear_logp, top_logp
+from kernels import linear_logp
 from kernels.backend import KernelBackend
 from loss import policy_loss
 from model import Reference, load_policy
@@ -64,8 +64,8 @@ def test_log_probabilities_at_the_likeliest_ids_and_their_gradients(backend, dty
     theirs = [x.double().requires_grad_() for x in (hidden_RD, weight_VD)]
     want_RV = oracle(*theirs, 0.7, softcap, 37)
 
-    alone_R, ids_RJ, alone_RJ = top_logp(hidden_RD, weight_VD, target_R, 5, **options)
-    logp_R, entropy_R, logp_RJ = linear_logp(*ours, target_R, return_entropy=True, ids_TJ=ids_RJ, **options)
+    alone_R, _, alone_RJ, ids_RJ = linear_logp(hidden_RD, weight_VD, target_R, top_k=5, **options)
+    logp_R, entropy_R, logp_RJ, _ = linear_logp(*ours, target_R, ids_TJ=ids_RJ, **options)
     assert torch.equal(ids_RJ, want_RV.topk(5).indices) and (ids_RJ == target_R[:, None]).any()
     assert torch.equal(alone_RJ, logp_RJ) and torch.equal(alone_R, logp_R)
     assert (logp_RJ - want_RV.gather(1, ids_RJ)).abs().max() <= 1e-5
@@ -87,7 +87,7 @@ def test_the_loss_is_the_kl_with_the_rest_as_one(top_k):
     target_R = torch.randint(30, (20,), generator=generator)
     mask_R = torch.arange(20) % 6 != 5
     teacher_RD = hidden_RD.detach() + 0.5 * torch.randn(20, 8, generator=generator)
-    ref_R, ids_RJ, ref_RJ = top_logp(teacher_RD, weight_VD, target_R, top_k)
+    ref_R, _, ref_RJ, ids_RJ = linear_logp(teacher_RD, weight_VD, target_R, top_k=top_k)
     ref_RJ[~mask_R] = torch.nan
     cfg = LossConfig(**DISTILS | {"topk_logits_k": top_k})
     zero_R = torch.zeros(20, dtype=torch.float64)
