@@ -153,6 +153,8 @@ class VLLMEngine:
         self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
         self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
+        if not self.cuda and self.llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]:
+            self.param_names.add("lm_head.weight")  # LFM2's is tied whatever the field above says; it has a packed copy
         has_head = "lm_head.weight" in self.param_names  # Cohere's always computes with the embedding
         # Untied: on a CPU by the field above, and by vLLM itself where the folder has a head beside the embedding.
         self.send_head_copy = has_head and model.tie_word_embeddings

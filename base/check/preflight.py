@@ -6,12 +6,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from base.check import memory_fit, rules
 from base.check.command_line import gpu_memory, last_value, parse_command_line
 from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
-from base.hf.model_config import ModelConfig, kept_tensors, missing_weights
+from base.hf.model_config import ModelConfig, missing_weights
 from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs, start_environments
 from base.plan import step_time
@@ -20,14 +19,6 @@ from base.plan.memory_plan import Plan
 from config import Config, ConfigError
 
 SMALL_MODEL = 50  # million parameters
-
-
-def _what_is_trained(folder: Path, model: ModelConfig) -> str:
-    """Of a folder with a vision part."""
-    kept = "the vision part is kept as it is"
-    if not missing_weights(folder):
-        kept = f"{len(kept_tensors(folder, model))} tensors of the vision part are kept as they are"
-    return f"only the text model of {model.config_json['model_type']} is trained; {kept}"
 
 
 def ranks_on_cpu(cfg: Config, model: ModelConfig) -> tuple[int, str]:
@@ -53,8 +44,6 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     for environment in inputs.environments.values():
         environment.close()
     lines = [f"model      {inputs.model_folder} (vocabulary {inputs.tokenizer.vocab_size:,})"]
-    if inputs.model_config.whole is not None:
-        lines.append(f"note       {_what_is_trained(inputs.model_folder, inputs.model_config)}")
     lines += data_lines(cfg, inputs, inputs.train.start())
     num_steps = num_steps_of(cfg, inputs.train.num_problems)
     lines.append(_steps_line(cfg, inputs, num_steps))

@@ -55,6 +55,9 @@ def _ends(text: str, size: int) -> str:
 def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     """What a user easily overlooks: a long warm-up, a low learning rate for LoRA."""
     found = []
+    if model.whole is not None:
+        kind = model.config_json["model_type"]
+        found.append(f"only the text model of this {kind} is trained; the vision part is kept as it is")
     scheduler = cfg.policy.scheduler
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"

@@ -765,8 +765,6 @@ REFUSED = {
     "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     **dict.fromkeys(("kimi_k2", "kimi_k25"), "its weights are published quantized alone: use a DeepSeek V3"),
 }
-# Computed by the trainer, but it has not been shown that their weights reach vLLM.
-UNSYNCED = ("lfm2", "nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it

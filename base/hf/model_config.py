@@ -621,15 +621,6 @@ def missing_weights(folder: Path) -> list[str]:
     return [file.name for file in weight_files(folder) if not file.exists()]
 
 
-def kept_tensors(folder: Path, model: ModelConfig) -> list[str]:
-    """The names of the tensors that are no part of the text model."""
-    names: list[str] = []
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            names += filter(model.is_kept, file.keys())
-    return names
-
-
 def check_weights(
     folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
 ) -> None:

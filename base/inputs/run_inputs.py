@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import envs
 from base.graders.environments import make_environment, read_results, start_environment
-from base.hf.families import NATIVE, UNSYNCED
+from base.hf.families import NATIVE
 from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import (
     ModelConfig,
@@ -166,9 +166,6 @@ def read_policy_config(cfg: Config, folder: Path) -> ModelConfig:
     model = read_model_config(folder, policy.hf_config_overrides, force_hf=force_hf)
     is_native = isinstance(model, NativeConfig)
     kind = model.hf["model_type"]
-    if kind in UNSYNCED:
-        problem = f"policy.model_name: a {kind}: no sync of its weights to vLLM has been proven yet"
-        raise ConfigError(f"{problem}: use another model, such as a Granite hybrid or a Qwen3-Next")
     if not is_native and not (ROOT / "blocks.py").exists():
         raise ConfigError(f"policy.model_name: a {kind} needs blocks.py, which is not here: restore it, or do without")
     if policy.router_replay.enabled and model.num_experts == 0:

@@ -126,17 +126,8 @@ class Plan:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """As the trainer has them: the experts of a layer, 18,432 matrices in Qwen3-30B-A3B, are one tensor."""
-        m = self.model
-        shapes: Shapes = {}
-        for name, shape in m.tensor_shapes():
-            block, of_experts, _ = name.partition(".experts.")
-            if of_experts:
-                rows = len(m.family.experts.matrices) * m.expert_size
-                shapes[f"{block}.experts"] = (m.num_experts, rows, m.hidden_size)
-            else:
-                shapes[name] = shape
-        return shapes
+        """As the trainer has them: the experts of a layer, 18,432 matrices in Qwen3-30B-A3B, are two tensors."""
+        return dict(self.model.tensor_shapes(as_computed=True))
 
     @property
     def lora(self) -> bool:

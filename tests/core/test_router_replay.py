@@ -19,7 +19,7 @@ from tiny import VOCAB_SIZE, make_tiny
 import config
 from attention import PackLayout
 from base.check import summary
-from base.hf.families import FAMILIES, UNSYNCED, DeltaNet
+from base.hf.families import FAMILIES
 from base.hf.model_config import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
@@ -284,7 +284,7 @@ def start_engine(family, folder, precision):
     policy.model.replay = RouterReplay(policy.model.routers, policy.config.num_experts, chooses=False)
     replay = config.RouterReplayConfig(enabled=True)
     cfg = config.PolicyConfig(precision=precision, max_total_sequence_length=96, router_replay=replay)
-    if isinstance(policy.config.family.state, DeltaNet):
+    if policy.config.family.state is not None:
         operators_on_cpu.install()
     engine = VLLMEngine(folder, policy.config, Tokenizer(folder), config.Config(policy=cfg))
     engine.sync(full_tensors(policy, engine.dtype), 0)
@@ -322,8 +322,7 @@ def measured(family, folder, precision):
     return *found, equal
 
 
-SYNCED = [name for name in MIXTURES if name not in UNSYNCED]  # the others vLLM does not compute here
-SLOW = {name: pytest.mark.slow if name == "qwen3_moe" else pytest.mark.long for name in SYNCED}
+SLOW = {name: pytest.mark.slow if name == "qwen3_moe" else pytest.mark.long for name in MIXTURES}
 ON_THE_ENGINE = [pytest.param(name, marks=mark) for name, mark in SLOW.items()]
 
 

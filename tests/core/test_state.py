@@ -1,6 +1,8 @@
 """Layers with state, where a pack, a precision or another program could go wrong. tests/core/test_blocks.py has all
 families against transformers; test_families.py each of their parameters in vLLM."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +17,8 @@ from attention import PackLayout
 from base.hf.families import FAMILIES, VECTORS
 from base.hf.model_config import ModelConfig, read_model_config
 from base.hf.weights import full_tensors
-from config import OptimizerConfig
+from base.inputs.run_inputs import read_policy_config
+from config import AsyncGRPOConfig, Config, ConfigError, GRPOConfig, OptimizerConfig
 from model import load_policy
 from optim import build_optimizer
 
@@ -235,6 +238,18 @@ def test_muon_trains_the_matrices_of_a_mixer(tmp_path):
     assert {"0.mixer.in_proj.weight", "0.mixer.out_proj.weight", "1.mixer.q_proj.weight"} <= muon
     vectors = {f"0.mixer.{name}" for name in (*VECTORS, "conv1d.weight", "conv1d.bias", "norm.weight")}
     assert vectors | {"4.mixer.experts.up_proj", "4.mixer.experts.down_proj"} <= adamw
+
+
+def test_a_run_that_keeps_states_of_older_weights_is_refused(tmp_path):
+    """Of keys and values it may keep those."""
+    rebuilds = AsyncGRPOConfig(enabled=True, in_flight_weight_updates=True)
+    keeps = replace(rebuilds, recompute_kv_cache_after_weight_updates=False)
+    for family, is_refused in (("lfm2", True), ("qwen3_5", True), ("gemma3_text", False)):
+        folder = tmp_path / family
+        hf_config(family).save_pretrained(folder)
+        read_policy_config(Config(grpo=GRPOConfig(async_grpo=rebuilds)), folder)
+        with pytest.raises(ConfigError, match="state of a") if is_refused else nullcontext():
+            read_policy_config(Config(grpo=GRPOConfig(async_grpo=keeps)), folder)
 
 
 def test_attention_is_in_some_layers_only():

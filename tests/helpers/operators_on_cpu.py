@@ -1,7 +1,10 @@
 """What vLLM 0.32 does not compute on a CPU, in torch, for tests: the gated delta net in float32, and experts without a
-gate."""
+gate. Its file of Qwen3.5 also imports torchvision, for images, which the CPU lock has not."""
 
 import contextlib
+import sys
+from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,8 @@ from torch import Tensor
 
 def install():
     """Before the engine starts."""
+    if find_spec("torchvision") is None:
+        stand_in_for_torchvision()
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -42,6 +47,15 @@ def install():
     CPUUnquantizedExperts._supports_activation = staticmethod(lambda activation: True)
     CPUUnquantizedExperts.process_weights_after_loading = pack_if_gated
     CPUUnquantizedExperts.apply = apply
+
+
+def stand_in_for_torchvision():
+    """Of which a text model uses nothing."""
+    from vllm.model_executor.models import registry
+
+    for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+        sys.modules[f"torchvision{name}"] = MagicMock()
+    registry._run_in_subprocess = lambda function: function()  # else another process looks at the model's class
 
 
 def experts(hidden_TD: Tensor, up_EFD: Tensor, down_EDF: Tensor, weight_TA: Tensor, expert_TA: Tensor) -> Tensor:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import hf_config
 from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
 from base.hf import families
 from base.hf.model_config import ModelConfig, check_weights, read_model_config, weight_files
-from base.inputs.run_inputs import read_policy_config
-from config import Config, ConfigError, HFConfigOverrides
+from config import ConfigError, HFConfigOverrides
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = dict(model_type="llama", hidden_act="silu", rms_norm_eps=1e-6, vocab_size=100, hidden_size=64)
@@ -263,13 +261,6 @@ def test_an_override_of_config_json(tmp_path):
     plain = read_model_config(tmp_path)
     assert replace(config, max_position_embeddings=64) == plain == read_model_config(tmp_path, HFConfigOverrides())
     assert plain.hf == LLAMA | {"max_position_embeddings": 64}
-
-
-@pytest.mark.parametrize("kind", families.UNSYNCED)
-def test_a_run_refuses_a_kind_whose_sync_has_not_been_proven(kind, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(kind).to_dict()))
-    with pytest.raises(ConfigError, match=f"a {kind}: no sync"):
-        read_policy_config(Config(), tmp_path)
 
 
 @pytest.mark.parametrize("force_hf", [False, True])

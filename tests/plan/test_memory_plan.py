@@ -244,6 +244,8 @@ def step_at_full_size(name):
         ("Qwen3-30B-A3B", "math_30b_a3b.yaml", 8),
         ("Gemma 3 1B", "gemma3_1b.yaml", 1),
         ("Gemma 3 4B", "gemma3_4b.yaml", 2),
+        ("Qwen3.5-4B", "qwen3_5_4b.yaml", 4),
+        ("Nemotron 3 Nano", "nemotron3_nano.yaml", 8),
     ],
 )
 def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
@@ -251,6 +253,9 @@ def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
     cfg = reader.load(ROOT / "configs" / file, [])
     plan = Plan(cfg, model, model.vocab_size, num_gpus, 79.2 * GIB)
     assert plan.lacking() <= 0
+    if name == "Qwen3-30B-A3B":
+        # By hand: of each of 48 layers a rank has 192 and 96 MiB of experts, for which torch pins 256 and 128. Twice.
+        assert 36 * GIB <= plan.host()["moments"] <= 38 * GIB
 
 
 @pytest.mark.slow
