@@ -766,6 +766,25 @@ class Config(Section):
         return self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
+    def needs_old_logps(self) -> bool:
+        """Whether log-probabilities at the start of the step need a forward of their own.
+
+        In the order of the lines below:
+            seq_logprob_error_threshold masks sequences by them, before the step: needed
+            old_logprobs=sampler compares with the sampler: not needed
+            several optimizer steps for a rollout: needed, because the policy moves between them
+            async_grpo has old tokens, and measures the gap before the step: needed
+            one optimizer step: not needed, because its forward runs the policy of the start, and the ratio is exactly 1
+        """
+        if self.grpo.seq_logprob_error_threshold is not None:
+            return True
+        if self.loss_fn.old_logprobs == "sampler":
+            return False
+        policy_moves = self.policy.ppo_epochs > 1 or self.samples_per_minibatch < self.grpo.samples_per_step
+        has_old_tokens = self.grpo.async_grpo.max_age > 0
+        return policy_moves or has_old_tokens
+
+    @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt kept: it leaves room for max_new_tokens, or for one token if those are the total."""
         total = self.policy.max_total_sequence_length

@@ -6,13 +6,13 @@ sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. T
 In examples/naive.py this is `old_logp_R=None,  # the weights that sampled are the weights that train: the ratio is 1`.
 
 The gap of a step is measured with the weights at its start, the newest. Without grpo.async_grpo, these weights drew all
-tokens of the step (`check_versions`). With it, some tokens are older, and only those of the newest weights are measured
-(`newest_tokens`). With old_logprobs=sampler, a later optimizer step of a rollout reports the gap of the first one.
+tokens of the step (`ahead.check_versions`). With it, some tokens are older, and only those of the newest weights are
+measured (`newest_tokens`). With old_logprobs=sampler, a later optimizer step of a rollout reports the gap of the first.
 
 The gap is measured
 
     while training         `gap_of_pack`: old_logp_R, or the first forward of the step, has these weights
-    before training        `gap_before_training`: with async_grpo, if there are old_logp_R (`needs_old_logps`)
+    before training        `StepGap.before_training`: with async_grpo, if there are old_logp_R
     on a fixed prompt      `check_canary`, after the first sync and every grpo.canary_period steps
     of a sequence          `mask_disagreements`, with grpo.seq_logprob_error_threshold: it is then not trained
 
@@ -34,10 +34,10 @@ from base.system.exits import StopRun
 from config import Config, GRPOConfig
 from head import DEVIATION, HeadOptions, one_pass_problem, response_logps
 from loss import Max, Metrics, Sequences, extremes
-from metrics import Numbers, accumulate, reduce_over_ranks
+from metrics import Numbers, reduce_over_ranks, total_of
 from model import Decoder
 from pack import MicroBatch
-from records import Completion, Engine, Sample, SamplingOptions
+from records import Completion, Engine, SamplingOptions
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
@@ -64,16 +64,30 @@ class Gap:
         return {"logp_gap_mean": self.mean, "logp_gap_max": self.largest}
 
 
+@dataclass(slots=True)
 class StepGap:
     """The gap of a step with one or more optimizer steps: what each of these is judged by, and what is reported.
 
-    measured_before: the gap of the weights at the start of the step, if it was measured before training. Otherwise each
-    optimizer step measures its own. With old_logprobs=sampler the first one counts for all, because the next would
-    compare with weights that have moved."""
+    of_all: the gap of the weights at the start of the step, if it was measured before training. Otherwise each
+    optimizer step measures its own. first_is_for_all (old_logprobs=sampler): the first one counts for all, because the
+    next would compare with weights that have moved."""
 
-    def __init__(self, cfg: Config, measured_before: Gap | None):
-        self.first_is_for_all = cfg.loss_fn.old_logprobs == "sampler"
-        self.of_all = measured_before
+    of_all: Gap | None
+    first_is_for_all: bool
+
+    @classmethod
+    def before_training(cls, micros: Sequence[MicroBatch], version: int, cfg: Config) -> "StepGap":
+        """With async_grpo, measured on the tokens of the newest weights, from log-probabilities at the start of the
+        step (old_logp_R); 0 if there are no such tokens. Without it, or without old_logp_R, training measures. A
+        collective."""
+        of_all = None
+        if cfg.grpo.async_grpo.max_age and micros[0].old_logp_R is not None:
+            parts = []
+            for micro in micros:
+                newest_R = newest_tokens(micro, version, cfg.grpo)
+                parts.append(_gap_sums(micro, micro.old_logp_R, newest_R))
+            of_all = Gap.of(reduce_over_ranks(total_of(parts)))
+        return cls(of_all, first_is_for_all=cfg.loss_fn.old_logprobs == "sampler")
 
     def judged(self, numbers: Numbers) -> Gap:
         """The gap of an optimizer step with these reduced metrics."""
@@ -88,38 +102,6 @@ class StepGap:
     def metrics(self) -> Numbers:
         """What is reported in place of the mean over optimizer steps; {} where that mean is right."""
         return self.of_all.metrics if self.of_all else {}
-
-
-def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
-    """Raises StopRun if a token was not drawn from the newest weights, `version`, or from those of one of the max_age
-    steps before them."""
-    oldest = min(sample.oldest_version for sample in samples)
-    newest = max(sample.newest_version for sample in samples)
-    oldest_allowed = version - grpo.async_grpo.max_age
-    if oldest < oldest_allowed or newest > version:
-        raise StopRun(
-            f"samples are of weight versions {oldest} to {newest}; the oldest allowed is {oldest_allowed}, the trainer "
-            f"is at {version}: a sync is missing"
-        )
-
-
-def needs_old_logps(cfg: Config) -> bool:
-    """Whether log-probabilities at the start of the step need a forward of their own.
-
-    In the order of the lines below:
-        seq_logprob_error_threshold masks sequences by them, before the step: needed
-        old_logprobs=sampler compares with the sampler: not needed
-        several optimizer steps for a rollout: needed, because the policy moves between them
-        async_grpo has old tokens, and measures the gap before the step: needed
-        one optimizer step: not needed, because its forward runs the policy of the start, and the ratio is exactly 1
-    """
-    if cfg.grpo.seq_logprob_error_threshold is not None:
-        return True
-    if cfg.loss_fn.old_logprobs == "sampler":
-        return False
-    policy_moves = cfg.policy.ppo_epochs > 1 or cfg.samples_per_minibatch < cfg.grpo.samples_per_step
-    has_old_tokens = cfg.grpo.async_grpo.max_age > 0  # then the gap is measured before the step
-    return policy_moves or has_old_tokens
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
@@ -145,20 +127,6 @@ def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfi
     return _gap_sums(micro, logp_at_start_R, newest_tokens(micro, version, grpo), kept_now_R)
 
 
-def gap_before_training(micros: Sequence[MicroBatch], version: int, grpo: GRPOConfig) -> Gap | None:
-    """The gap on the tokens of the newest weights, from log-probabilities at the start of the step (old_logp_R); 0 if
-    there are no such tokens. None where training measures it: without async_grpo, or without old_logp_R. A
-    collective."""
-    if not grpo.async_grpo.max_age or micros[0].old_logp_R is None:
-        return None
-    sums: Metrics = {}
-    for micro in micros:
-        newest_R = newest_tokens(micro, version, grpo)
-        sums_of_pack = _gap_sums(micro, micro.old_logp_R, newest_R)
-        accumulate(sums, sums_of_pack)
-    return Gap.of(reduce_over_ranks(sums))
-
-
 def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_now_R: Tensor | None = None) -> Metrics:
     """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's, at the start of the step;
     -inf where top_p or top_k cut the token then. kept_now_R: the tokens that they keep under the weights of the loss,
@@ -175,10 +143,10 @@ def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_n
     return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": Max(largest)}
 
 
-def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metrics:
-    """Removes from mask_R the sequences on which sampler and trainer disagree by more than the threshold. Returns this
-    rank's metrics of the mask."""
-    sums: Metrics = {}
+def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Numbers:
+    """Removes from mask_R the sequences on which sampler and trainer disagree by more than the threshold. Returns the
+    metrics of the mask. A collective."""
+    parts = []
     for micro in micros:
         micro.mask_R, metrics = seq_logp_error_mask(
             micro.mask_R,
@@ -188,8 +156,8 @@ def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Metric
             threshold=threshold,
             correct_R=micro.reward_R == 1,  # of the shaped reward: with shaping, few are exactly 1
         )
-        accumulate(sums, metrics)
-    return sums
+        parts.append(metrics)
+    return reduce_over_ranks(total_of(parts))
 
 
 def seq_logp_error_mask(
@@ -237,7 +205,7 @@ def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | No
 
 
 def judge_step(
-    metrics: Numbers, gap: Gap, grad_norm: float, num_bad_steps: int, cfg: GRPOConfig, step: int
+    metrics: Numbers, gap: StepGap, grad_norm: float, num_bad_steps: int, cfg: GRPOConfig, step: int
 ) -> tuple[bool, int]:
     """(whether to apply an optimizer step, the number of bad steps in a row, with this one); num_bad_steps: before it.
 
@@ -251,7 +219,7 @@ def judge_step(
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
-    disagreement = gap_problem(gap, metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
+    disagreement = gap_problem(gap.judged(metrics), metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
     if disagreement:
         problems.append(disagreement)
     if not problems:

@@ -43,23 +43,15 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
+from ahead import check_versions
 from base.hf.weights import sync_weights
 from base.system.exits import Interrupted, StopRun, exit_process
 from base.system.optimizer import Optimizer
 from config import Config
-from gap import (
-    StepGap,
-    check_canary,
-    check_versions,
-    gap_before_training,
-    gap_of_pack,
-    judge_step,
-    mask_disagreements,
-    needs_old_logps,
-)
+from gap import StepGap, check_canary, gap_of_pack, judge_step, mask_disagreements
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
-from metrics import Numbers, accumulate, reduce_over_ranks, sample_metrics, training_metrics
+from metrics import Numbers, reduce_over_ranks, sample_metrics, total_of, training_metrics
 from model import Decoder, Reference
 from optim import EntropyBonus, clip_grad_norm, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
@@ -130,19 +122,19 @@ def compute_logprobs(
     and of the reference policy. Returns the gap between sampler and trainer, as far as it is known, and the metrics of
     `mask_disagreements`."""
     micros = [micro for minibatch in minibatches for micro in minibatch.micros]
-    if needs_old_logps(cfg):
+    if cfg.needs_old_logps:
         with model.gathered_once():
             for micro in micros:
                 micro.old_logp_R, _ = response_logps(model, micro.model_inputs, micro.target_R, head_options)
     if reference:
         reference.score(micros, model, head_options, cfg.loss_fn.topk_logits_k)
     newest_version = step - 1
-    gap = StepGap(cfg, gap_before_training(micros, newest_version, cfg.grpo))
-    sums: Metrics = {}
+    gap = StepGap.before_training(micros, newest_version, cfg)
+    metrics: Numbers = {}
     if cfg.grpo.seq_logprob_error_threshold is not None:
-        sums = mask_disagreements(micros, cfg.grpo.seq_logprob_error_threshold)
+        metrics = mask_disagreements(micros, cfg.grpo.seq_logprob_error_threshold)
     finish_minibatches(minibatches, head_options.loss.path, newest_version)
-    return gap, reduce_over_ranks(sums)
+    return gap, metrics
 
 
 def update(
@@ -159,20 +151,20 @@ def update(
     """The optimizer part of a step: one optimizer step per minibatch and epoch. Returns its metrics, equal on all
     ranks, and the number of bad optimizer steps in a row, which was `num_bad_steps` before. `bonus` follows the entropy
     after each optimizer step. A collective. Raises StopRun as `judge_step` does."""
-    step_sums: Metrics = {}
+    sums_of_steps = []
     for minibatch in minibatches * cfg.policy.ppo_epochs:
         with_bonus = bonus.applied_to(head_options, cfg.loss_fn, minibatch.micros[0].adv_R.device)
         sums = compute_gradients(model, with_bonus, minibatch, cfg)
         numbers = reduce_over_ranks(sums)
         grad_norm = clip_grad_norm(model, cfg.policy.max_grad_norm)
-        is_sound, num_bad_steps = judge_step(numbers, gap.judged(numbers), grad_norm, num_bad_steps, cfg.grpo, step)
+        is_sound, num_bad_steps = judge_step(numbers, gap, grad_norm, num_bad_steps, cfg.grpo, step)
         bonus.follow(numbers, cfg.loss_fn)
         if is_sound:
             optimizer.step()
         # Now, so that gradients take no memory during the rollout (NVIDIA-NeMo/RL#1147).
         optimizer.zero_grad(set_to_none=True)
-        accumulate(step_sums, sums)
-    metrics = training_metrics(step_sums, minibatches, cfg.policy.ppo_epochs)
+        sums_of_steps.append(sums)
+    metrics = training_metrics(sums_of_steps, minibatches)
     metrics |= gap.metrics
     metrics |= bonus.metrics
     metrics["grad_norm"] = grad_norm
@@ -184,13 +176,14 @@ def update(
 def compute_gradients(model: Decoder, head_options: HeadOptions, minibatch: Minibatch, cfg: Config) -> Metrics:
     """Adds the gradient of the minibatch's loss to the parameters. Returns the metrics of this rank's micro-batches,
     added up."""
-    sums: Metrics = {}
+    parts = []
     for micro in minibatch.micros:
         loss, metrics = compute_loss(model, head_options, micro, minibatch, cfg)
         model.backward(loss, is_last=micro is minibatch.micros[-1])
-        accumulate(sums, metrics)
-    accumulate(sums, model.model.expert_metrics())
-    return sums
+        parts.append(metrics)
+    if model.config.num_experts:
+        parts.append(model.model.expert_metrics())
+    return total_of(parts)
 
 
 def compute_loss(

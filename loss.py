@@ -39,7 +39,8 @@ class Max(Extreme):
     """The largest value is kept."""
 
 
-Metrics = dict[str, Tensor | tuple[Tensor, Tensor] | Min | Max]
+Metric = Tensor | tuple[Tensor, Tensor] | Extreme
+Metrics = dict[str, Metric]
 
 MIN_REST = 1e-6  # a probability that is 1 - a sum in float32 is rounding error below, and has no gradient
 BY_SEQUENCE = ("sequence", "sequence-truncate", "sequence-mask")  # importance sampling types that weight sequences

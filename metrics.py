@@ -16,7 +16,7 @@ import torch.distributed as dist
 from advantages import rewards_differ
 from envs import OUTCOMES
 from head import DEVIATION
-from loss import Extreme, Max, Metrics, Min
+from loss import Extreme, Max, Metric, Metrics, Min
 from pack import Minibatch
 from records import Sample, groups_of
 
@@ -24,21 +24,25 @@ Numbers = dict[str, float]  # a metric's name -> its value
 Z95 = 1.959964  # 97.5% of a normal distribution lie below
 
 
-def accumulate(total: Metrics, new: Metrics) -> None:
-    """Adds one micro-batch's metrics to `total`, in place, by the reduction rule; no device sync."""
-    for name, value in new.items():
-        if name not in total:
-            total[name] = value
-        elif isinstance(value, tuple):
-            total_sum, total_count = total[name]
-            new_sum, new_count = value
-            total[name] = total_sum + new_sum, total_count + new_count
-        elif isinstance(value, Min):
-            total[name] = Min(torch.minimum(total[name].value, value.value))
-        elif isinstance(value, Max):
-            total[name] = Max(torch.maximum(total[name].value, value.value))
-        else:
-            total[name] = total[name] + value
+def total_of(parts: Iterable[Metrics]) -> Metrics:
+    """The metrics of all parts, such as micro-batches, by the reduction rule; no device sync."""
+    total: Metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = _added(total[name], value) if name in total else value
+    return total
+
+
+def _added(value: Metric, other: Metric) -> Metric:
+    if isinstance(value, tuple):
+        value_sum, value_count = value
+        other_sum, other_count = other
+        return value_sum + other_sum, value_count + other_count
+    if isinstance(value, Min):
+        return Min(torch.minimum(value.value, other.value))
+    if isinstance(value, Max):
+        return Max(torch.maximum(value.value, other.value))
+    return value + other
 
 
 def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
@@ -145,13 +149,13 @@ def _lengths(samples: Sequence[Sample]) -> Numbers:
     }
 
 
-def training_metrics(sums: Metrics, minibatches: list[Minibatch], ppo_epochs: int) -> Numbers:
-    """The loss metrics of a step, equal on all ranks: means over the tokens of all optimizer steps; sums (loss,
-    counts) are averaged over optimizer steps."""
-    num_optimizer_steps = len(minibatches) * ppo_epochs
-    sums = {name: value for name, value in sums.items() if name != DEVIATION}  # judge_step has read it
-    metrics = derived_metrics(reduce_over_ranks(sums, divide_sums_by=num_optimizer_steps))
-    metrics["num_optimizer_steps"] = num_optimizer_steps
+def training_metrics(sums_of_steps: Sequence[Metrics], minibatches: list[Minibatch]) -> Numbers:
+    """The loss metrics of a step, equal on all ranks, from those of its optimizer steps: means over the tokens of all
+    of them; sums (loss, counts) are averaged over them."""
+    sums = total_of(sums_of_steps)
+    del sums[DEVIATION]  # judge_step has read it
+    metrics = derived_metrics(reduce_over_ranks(sums, divide_sums_by=len(sums_of_steps)))
+    metrics["num_optimizer_steps"] = len(sums_of_steps)
     metrics["train_tokens"] = sum(minibatch.num_input_tokens for minibatch in minibatches)
     metrics["global_valid_toks"] = sum(minibatch.num_tokens for minibatch in minibatches)
     metrics["global_valid_seqs"] = sum(minibatch.num_trained_samples for minibatch in minibatches)

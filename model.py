@@ -26,7 +26,6 @@ from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
 from head import HeadOptions, response_logps
-from loss import Metrics
 from pack import MicroBatch
 
 # Calls a function of which autograd keeps the arguments alone: the backward pass computes it again.
@@ -182,10 +181,6 @@ class Body(nn.Module):
 
     def init_buffers(self, device: torch.device | str) -> None:
         """There are none."""
-
-    def expert_metrics(self) -> Metrics:
-        """There are none."""
-        return {}
 
 
 def body_of(config: ModelConfig, *, recompute: Recompute) -> nn.Module:

@@ -48,7 +48,7 @@ from bench.head import ROOT, facts
 from config import Config, Recompute
 from head import HeadOptions, LossOptions, LossPath, compiled_loss
 from kernels.backend import choose_backend
-from loss import Metrics, policy_loss
+from loss import policy_loss
 from model import Decoder, shard
 from optim import build_optimizer, clip_grad_norm
 from pack import Minibatch, finish_minibatches, make_minibatches
@@ -157,6 +157,7 @@ class HeadAlone(nn.Module):
 
     def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype):
         super().__init__()
+        self.config = model.config
         shape = (model.config.vocab_size, model.config.hidden_size)
         self.weight_VD = nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
 
@@ -166,14 +167,6 @@ class HeadAlone(nn.Module):
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         loss.backward()
-
-    @property
-    def model(self) -> "HeadAlone":
-        return self
-
-    def expert_metrics(self) -> Metrics:
-        """There are none."""
-        return {}
 
 
 def count(model: Decoder, batch: Minibatch) -> dict[str, int]:

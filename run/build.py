@@ -19,7 +19,6 @@ from base.system.progress import Progress
 from base.system.ranks import Ranks, fsdp_mesh, seed_everything
 from config import Config, ConfigError, GenerationConfig
 from engine import VLLMEngine, reply_parsers
-from gap import needs_old_logps
 from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_loss
 from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
@@ -44,7 +43,7 @@ def loss_path_of(cfg: Config) -> LossPath:
     return choose_loss_path(
         policy_loss,
         cfg.loss_fn,
-        has_old=needs_old_logps(cfg),
+        has_old=cfg.needs_old_logps,
         has_ref=cfg.has_reference,
         filtered=sampling_filter_of(cfg.policy.generation) is not None,
         allow_pack_dependence=cfg.grpo.allow_pack_dependence,
@@ -59,7 +58,7 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
     pack_rows = policy.pack_tokens(device.type)
     loss = LossOptions(path=loss_path_of(cfg))
     if compiles(policy.compile, device.type):
-        call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, needs_old_logps(cfg), cfg.has_reference)
+        call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, cfg.needs_old_logps, cfg.has_reference)
         loss = replace(loss, call=call, kernels=kernels)
     return HeadOptions(
         temperature=policy.generation.temperature,

@@ -139,11 +139,11 @@ def expect_form(name: str, value) -> None:
 def losses(cfg: LossConfig, **more) -> tuple[float, list[float], dict]:
     """The loss of the step, its slope in logp at each trained token, and the metrics' sums over the packs."""
     from loss import policy_loss
-    from metrics import accumulate
+    from metrics import total_of
 
     total = 0.0
     slopes: list[float] = []
-    sums: dict = {}
+    parts = []
     for pack in range(2):
         logp_R = torch.tensor(LOGP[pack], dtype=torch.float64, requires_grad=True)
         old_logp_R = torch.tensor(OLD[pack], dtype=torch.float64)
@@ -165,8 +165,8 @@ def losses(cfg: LossConfig, **more) -> tuple[float, list[float], dict]:
         slopes += [slope_R[token].item() for place, token in TRAINED if place == pack]
         for name, value in metrics.items():
             expect_form(name, value)
-        accumulate(sums, metrics)
-    return total, slopes, sums
+        parts.append(metrics)
+    return total, slopes, total_of(parts)
 
 
 def per_token(of_packs: list[list[float]]) -> list[float]:

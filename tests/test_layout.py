@@ -6,6 +6,7 @@ No size is held here: a fork may be as large as it likes.
 import ast
 import re
 import subprocess
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -149,6 +150,63 @@ def test_check_needs_no_torch():
     """`--check` answers before torch is loaded: no file of check/, nor what one imports, needs torch."""
     names = with_all_it_imports(name for name in PRODUCT if name.startswith("base/check/"))
     assert [name for name in names if {"torch", "triton", "vllm"} & packages(TREES[name])] == []
+
+
+# ------------------------------------------------------------------------------- the walk of `train` through the core
+
+
+CORE = {name: TREES[name] for name in PRODUCT if "/" not in name}
+
+
+def annotated(scope):
+    """Name -> the class of its annotation (Reference of `Reference | None`), of a function's arguments or of fields."""
+    named = [(node.arg, node.annotation) for node in ast.walk(scope) if isinstance(node, ast.arg) and node.annotation]
+    named += [(ast.unparse(n.target), n.annotation) for n in ast.walk(scope) if isinstance(n, ast.AnnAssign)]
+    return {name: ast.unparse(annotation).strip("'").split(" | ")[0] for name, annotation in named}
+
+
+def entries_of_train():
+    """(file of the core, what is called): calls on the page of `train` and of the functions of grpo.py that it calls. A
+    method is of the class that its object's annotation names."""
+    page = {node.name: node for node in CORE["grpo.py"].body if isinstance(node, ast.FunctionDef)}
+    functions, methods = {}, {}
+    for file, tree in CORE.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                functions[node.name] = file
+            if isinstance(node, ast.ClassDef):
+                methods |= {(node.name, part.name): file for part in node.body if isinstance(part, ast.FunctionDef)}
+    of_run = {}
+    for node in TREES["run/job.py"].body:
+        if isinstance(node, ast.ClassDef):
+            of_run |= annotated(node)
+    entries = []
+    todo = ["train"]
+    for function in todo:
+        types = of_run | annotated(page[function])
+        for called, _ in calls_of(page[function]):
+            *objects, name = called.split(".")
+            if called in page and called not in todo:
+                todo.append(called)
+            elif called in functions and called not in page:
+                entries.append((functions[called], called))
+            elif types.get(called) in functions:  # the model is called
+                entries.append((functions[types[called]], f"{called}()"))
+            elif objects:
+                owner = types.get(objects[-1], objects[-1])
+                homes = [file for (cls, method), file in methods.items() if (cls, method) == (owner, name)]
+                if not homes and len(objects) > 1:  # of an attribute without an annotation: the method alone tells
+                    homes = {file for (_, method), file in methods.items() if method == name}
+                entries += [(file, called) for file in homes]
+    return entries
+
+
+def test_who_follows_a_step_enters_no_file_of_the_core_more_than_five_times():
+    entries = entries_of_train()
+    seen = {("gap.py", "judge_step"), ("model.py", "model()"), ("optim.py", "bonus.follow")}
+    assert seen <= {*entries}, entries
+    for file, count in Counter(file for file, _ in entries).items():
+        assert count <= 5, [called for name, called in entries if name == file]
 
 
 # ---------------------------------------------------------------------------------------------------------- safety

@@ -13,7 +13,7 @@ from loss_cases import golden_batch, reduced
 import config
 from base.system.exits import StopRun
 from base.system.ranks import Ranks
-from gap import Gap, gap_before_training, gap_of_pack, gap_problem, judge_step, newest_tokens, seq_logp_error_mask
+from gap import Gap, StepGap, gap_of_pack, gap_problem, judge_step, newest_tokens, seq_logp_error_mask
 from pack import make_minibatches
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
@@ -84,13 +84,17 @@ def by_hand(micro, is_measured):
     return sum(gaps) / len(gaps), max(gaps), len(gaps)
 
 
+def gap_before_training(micro, grpo):
+    return StepGap.before_training([micro], 4, config.Config(grpo=grpo)).of_all
+
+
 def test_the_gap_before_training_is_that_of_the_newest_tokens(micro):
     newest = [row for row in range(len(micro.pos_R)) if micro.version_R[row] == 4]
     micro.old_logp_R[newest[0]] = -torch.inf  # the trainer's filter cut the token
     micro.sampler_logp_R[newest[1]] = -torch.inf
     mean, largest, count = by_hand(micro, lambda row: row in newest[2:])
     assert 2 < count < len(micro.pos_R) - 2
-    gap = gap_before_training([micro], 4, ASYNC)
+    gap = gap_before_training(micro, ASYNC)
     assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
 
 
@@ -99,15 +103,15 @@ def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(micr
     old_seqs = {int(micro.seq_R[row]) for row in range(len(micro.pos_R)) if micro.version_R[row] != 4}
     mean, largest, count = by_hand(micro, lambda row: int(micro.seq_R[row]) not in old_seqs)
     assert 0 < count < int((micro.version_R == 4).sum())
-    gap = gap_before_training([micro], 4, KEPT_CACHE)
+    gap = gap_before_training(micro, KEPT_CACHE)
     assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
 
 
 def test_the_loss_measures_where_nothing_was_measured_before(micro):
-    assert gap_before_training([micro], 4, config.GRPOConfig()) is None
+    assert gap_before_training(micro, config.GRPOConfig()) is None
     assert newest_tokens(micro, 4, config.GRPOConfig()) is None
     micro.old_logp_R = None
-    assert gap_before_training([micro], 4, ASYNC) is None
+    assert gap_before_training(micro, ASYNC) is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +129,13 @@ def test_the_limit(gap, num_nonfinite, limit, is_problem):
 
 
 SOUND = {"loss": 0.1, "num_nonfinite_sampler_logp": 0.0, "one_pass_deviation_max": 0.0}
-SMALL = Gap(1e-6, 1e-5)
+
+
+def measured(mean, largest):
+    return StepGap(Gap(mean, largest), first_is_for_all=False)
+
+
+SMALL = measured(1e-6, 1e-5)
 LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
 
 
@@ -134,8 +144,8 @@ LIMIT = config.GRPOConfig(logp_gap_limit=1e-3, max_bad_steps=2)
     [
         ({"loss": math.nan}, SMALL, 1.0, "loss nan"),
         ({}, SMALL, math.inf, "gradient norm inf"),
-        ({}, Gap(2e-3, 0.0), 1.0, "0.0020 nats"),
-        ({}, Gap(math.nan, 0.0), 1.0, "nan nats"),
+        ({}, measured(2e-3, 0.0), 1.0, "0.0020 nats"),
+        ({}, measured(math.nan, 0.0), 1.0, "nan nats"),
         ({"num_nonfinite_sampler_logp": 3.0}, SMALL, 1.0, "3 non-finite"),
     ],
 )
@@ -160,8 +170,8 @@ def test_a_loss_that_one_pass_cannot_train_stops_the_run_at_once():
 def test_without_a_limit_the_gap_is_only_logged():
     cfg = replace(LIMIT, logp_gap_limit=None)
     bad = SOUND | {"num_nonfinite_sampler_logp": 3.0}
-    assert judge_step(bad, Gap(9.0, 9.0), 1.0, 0, cfg, 1) == (True, 0)
-    assert judge_step(bad | {"loss": math.inf}, Gap(9.0, 9.0), 1.0, 0, cfg, 1) == (False, 1)
+    assert judge_step(bad, measured(9.0, 9.0), 1.0, 0, cfg, 1) == (True, 0)
+    assert judge_step(bad | {"loss": math.inf}, measured(9.0, 9.0), 1.0, 0, cfg, 1) == (False, 1)
 
 
 # ---------------------------------------------------------------- sequences whose sampler is far off

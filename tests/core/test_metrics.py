@@ -10,7 +10,7 @@ from samples import sample, with_grade, with_tokens
 
 from base.system.ranks import start_process_group
 from loss import Max, Min
-from metrics import accumulate, reduce_over_ranks, sample_metrics
+from metrics import reduce_over_ranks, sample_metrics, total_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -28,13 +28,6 @@ MICRO_BATCHES = [  # a micro-batch a row, the third without a token, which two r
 # 12 / 8, not the mean of 2, 1 and 1.25; in float32, as the micro-batches are
 REDUCED = {"loss": 3.5, "ratio": 1.5, "low": float(scalar(0.7)), "high": float(scalar(1.3))}
 EMPTY = {"mean": (scalar(0), scalar(0)), "n": torch.tensor(3)}
-
-
-def total_of(micro_batches):
-    total = {}
-    for metrics in micro_batches:
-        accumulate(total, metrics)
-    return total
 
 
 def test_one_rank_by_hand(one_rank):

@@ -22,7 +22,7 @@ from base.plan.gpus import PEAK_FLOPS
 from config import Config, GRPOConfig, LossConfig
 from gap import gap_of_pack, seq_logp_error_mask
 from loss import policy_loss
-from metrics import accumulate, derived_metrics, reduce_over_ranks, sample_metrics, summarize
+from metrics import derived_metrics, reduce_over_ranks, sample_metrics, summarize
 from run import memory
 
 COMMITTED = ROOT / "examples" / "smollm2" / "metrics.jsonl"
@@ -133,9 +133,7 @@ def of_tokens():
     metrics |= gap_of_pack(pack, batch["logp_R"], 0, GRPOConfig())
     options = {"old_logp_R": batch["old_logp_R"], "sampler_logp_R": batch["sampler_logp_R"], "seq_R": batch["seq_R"]}
     _, masked = seq_logp_error_mask(batch["mask_R"], **options, threshold=THRESHOLD, correct_R=batch["mask_R"])
-    total = {}
-    accumulate(total, metrics | masked)
-    return names, derived_metrics(reduce_over_ranks(total))
+    return names, derived_metrics(reduce_over_ranks(metrics | masked))
 
 
 def of_samples():

@@ -10,7 +10,7 @@ from loop import CPU
 
 import config
 from base.system.ranks import Ranks
-from gap import mask_disagreements, needs_old_logps
+from gap import mask_disagreements
 from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches
 from run.build import loss_path_of
 
@@ -40,15 +40,15 @@ def with_logps(minibatches, seed=0):
 
 
 def test_when_the_policy_is_scored_before_it_is_trained():
-    assert not needs_old_logps(settings())
-    assert not needs_old_logps(settings(policy={"train_global_batch_size": 20}))
-    assert needs_old_logps(settings(policy={"train_global_batch_size": 10}))
-    assert needs_old_logps(settings(policy={"ppo_epochs": 2}))
-    assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}))
+    assert not settings().needs_old_logps
+    assert not settings(policy={"train_global_batch_size": 20}).needs_old_logps
+    assert settings(policy={"train_global_batch_size": 10}).needs_old_logps
+    assert settings(policy={"ppo_epochs": 2}).needs_old_logps
+    assert settings(grpo={"seq_logprob_error_threshold": 2.0}).needs_old_logps
     by_sampler, ages = {"loss_fn": {"old_logprobs": "sampler"}}, {"async_grpo": config.AsyncGRPOConfig(enabled=True)}
-    assert needs_old_logps(settings(grpo=ages))
-    assert not needs_old_logps(settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler))
-    assert needs_old_logps(settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler))
+    assert settings(grpo=ages).needs_old_logps
+    assert not settings(grpo=ages, policy={"ppo_epochs": 2}, **by_sampler).needs_old_logps
+    assert settings(grpo={"seq_logprob_error_threshold": 2.0}, **by_sampler).needs_old_logps
 
 
 def sequences(micro):
