@@ -15,6 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from base.hf.config_forms import check_forms
 from base.hf.families import (
     FAMILIES,
     MLP_NAMES,
@@ -37,9 +38,6 @@ from config import ConfigError, DataError, HFConfigOverrides
 UNSET = (
     "quantization_config",
     "compression_config",
-    "text_config",
-    "per_layer_config",
-    "block_configs",
     "attention_multiplier",
     "embedding_multiplier",
     "residual_multiplier",
@@ -57,13 +55,11 @@ UNSET = (
 )
 OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
 SUPPORTED_VALUES = {
-    "hidden_act": ("silu",),
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (None, 1),
     "attention_dropout": (None, 0),
     "is_causal": (None, True),
     "attention_bias": (None, False, True),
-    "tie_word_embeddings": (None, False, True),
     **dict.fromkeys(OFF, (None, False)),
     **dict.fromkeys(UNSET, (None,)),
 }
@@ -75,6 +71,7 @@ NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_fre
 NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
+WHOLE_HEADS = ("llama", "arcee", "gemma3_text")  # whose hidden_size must be a multiple of the number of heads
 MAX_HEAD_DIM = 256  # of torch's varlen attention
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 EMBEDDING = "model.embed_tokens.weight"
@@ -123,11 +120,11 @@ class ModelConfig:
         """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
         force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
         or asks for what nobody computes here."""
-        _check_forms(hf, source)
+        check_forms(hf, source)
         text, whole = hf, None
         if hf.get("model_type") in WHOLE:
             text, whole = text_fields(hf, source), WHOLE[hf["model_type"]]
-            _check_forms(text, source)
+            check_forms(text, source)
         is_native = text.get("model_type") in NATIVE and not force_hf
         kind = NativeConfig if is_native else BlocksConfig
         return dataclasses.replace(kind.read(text, source), config_json=hf, whole=whole)
@@ -436,6 +433,8 @@ class NativeConfig(ModelConfig):
         rope_scaling = None
         if has_llama3_rope:
             rope_scaling = Llama3Rope(**{field: hf[field] for field in LLAMA3_FIELDS})
+        head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+        _check_heads(hf, head_dim, source)
         return cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
@@ -443,7 +442,7 @@ class NativeConfig(ModelConfig):
             num_hidden_layers=hf["num_hidden_layers"],
             num_attention_heads=heads,
             num_key_value_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            head_dim=head_dim,
             rms_norm_eps=hf["rms_norm_eps"],
             rope_theta=hf.get("rope_theta") or DEFAULT_THETA,
             rope_scaling=rope_scaling,
@@ -489,6 +488,10 @@ class BlocksConfig(ModelConfig):
                 problem = f"head_dim={hf['head_dim']}: transformers rotates as many, vLLM qk_rope_head_dim={rotated}"
                 raise ConfigError(f"{source}: {problem}: remove head_dim")
             head_dim = hf["qk_nope_head_dim"] + rotated
+        _check_heads(hf, head_dim, source)
+        padding = hf.get("pad_token_id") or 0
+        if not -hf["vocab_size"] <= padding < hf["vocab_size"]:
+            raise ConfigError(f"{source}: pad_token_id={padding}: expected an id below vocab_size={hf['vocab_size']}")
         if head_dim > MAX_HEAD_DIM:
             problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
             raise ConfigError(f"{source}: {problem}: use a model with smaller heads")
@@ -504,24 +507,6 @@ class BlocksConfig(ModelConfig):
             max_position_embeddings=hf.get("max_position_embeddings"),
             hf=hf,
         )
-
-
-def _check_forms(hf: dict, source: str) -> None:
-    """ConfigError for a field of another form than the readers of all families rely on."""
-    kind = hf.get("model_type")
-    if not isinstance(kind, str | None):
-        raise ConfigError(f"{source}: model_type={kind!r:.80}: expected a text")
-    for field in ("architectures", "layer_types", "layers_block_type"):
-        texts = hf.get(field)
-        is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-        if texts is not None and not is_list:
-            raise ConfigError(f"{source}: {field}={texts!r:.80}: expected a list of texts, or null")
-    pattern = hf.get("hybrid_override_pattern")
-    if not isinstance(pattern, str | None):
-        raise ConfigError(f"{source}: hybrid_override_pattern={pattern!r:.80}: expected a text, or null")
-    for field in ("rope_parameters", "rope_scaling"):
-        if not isinstance(hf.get(field), dict | None):
-            raise ConfigError(f"{source}: {field}={hf[field]!r:.80}: expected an object, or null")
 
 
 def _check_values(hf: dict, source: str) -> None:
@@ -560,6 +545,18 @@ def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
             raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
 
 
+def _check_heads(hf: dict, head_dim: int, source: str) -> None:
+    """ConfigError for heads that transformers or vLLM refuse when they start."""
+    heads = hf["num_attention_heads"]
+    key_heads = hf.get("num_key_value_heads") or heads
+    if heads % key_heads:
+        raise ConfigError(f"{source}: num_key_value_heads={key_heads} does not divide num_attention_heads={heads}")
+    if hf["model_type"] in WHOLE_HEADS and hf["hidden_size"] % heads:
+        raise ConfigError(f"{source}: num_attention_heads={heads} does not divide hidden_size={hf['hidden_size']}")
+    if head_dim % 2 or hf.get("qk_rope_head_dim", 0) % 2:
+        raise ConfigError(f"{source}: head_dim={head_dim}: expected an even number, whose pairs are rotated")
+
+
 def _check_layers(hf: dict, family: Family, source: str) -> None:
     """ConfigError for experts or windows that no layer can have."""
     if family.has_experts(hf):
@@ -567,10 +564,12 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
         if hf[per_token] > hf[num_experts]:
             problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
             raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
-    types = family.listed_types(hf)
-    num_layers = hf.get("num_hidden_layers", len(types or ()))
-    if types and len(types) != num_layers:
-        raise ConfigError(f"{source}: layer_types names {len(types)} layers: expected num_hidden_layers={num_layers}")
+        if family.experts.dense_first is not None:
+            num_dense = hf.get(*family.experts.dense_first)
+            mlp_types = ["dense"] * num_dense + ["sparse"] * (hf["num_hidden_layers"] - num_dense)
+            if hf.get("mlp_layer_types") not in (None, mlp_types):
+                problem = f"mlp_layer_types={hf['mlp_layer_types']!r:.80} is not that of the other fields"
+                raise ConfigError(f"{source}: {problem}: remove it")
     if family.windows is not None and family.windows.switch.is_on(hf):
         size = hf.get("sliding_window")
         is_size = isinstance(size, int) and size > 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import envs
 from base.graders.environments import make_environment, read_results, start_environment
+from base.hf.config_forms import LENGTHS
 from base.hf.families import NATIVE
 from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import (
@@ -205,10 +206,12 @@ def check_fits(cfg: Config, folder: Path, model: ModelConfig, tokenizer: Tokeniz
 
 def check_model(folder: Path, model: ModelConfig, tokenizer: Tokenizer, length_key: str, length: int) -> None:
     """ConfigError if the model has no positions for `length` tokens, or no embedding for an id of the tokenizer."""
-    limit = model.max_position_embeddings
-    if limit is not None and length > limit:
-        positions = f"the model's max_position_embeddings={limit} ({folder / 'config.json'})"
-        raise ConfigError(f"{length_key}={length} is more than {positions}: use {limit} or less")
+    limits = {name: model.hf.get(name) for name in LENGTHS}
+    limits["max_position_embeddings"] = model.max_position_embeddings
+    for name, limit in limits.items():
+        if limit is not None and length > limit:
+            positions = f"the model's {name}={limit} ({folder / 'config.json'})"
+            raise ConfigError(f"{length_key}={length} is more than {positions}: use {limit} or less")
     if tokenizer.vocab_size > model.vocab_size:
         ids = f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, config.json vocab_size={model.vocab_size}"
         raise ConfigError(f"{folder}: {ids}: resize the model's embeddings, or use its own tokenizer")

@@ -22,14 +22,14 @@ LLAMA |= dict(intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     ("change", "named"),
     [
         (dict(vocab_size=-1), "vocab_size=-1: expected int above 0"),
-        (dict(num_hidden_layers=2.5), "num_hidden_layers=2.5: expected int above 0"),
-        (dict(hidden_size=None), "hidden_size=None: expected int above 0"),
+        (dict(num_hidden_layers=2.5), "num_hidden_layers=2.5: expected int"),
+        (dict(hidden_size=None), "hidden_size=None: expected int"),
         (dict(head_dim=-16), "head_dim=-16: expected int above 0"),
-        (dict(rms_norm_eps="1e-6"), "rms_norm_eps='1e-6': expected int or float above 0"),
+        (dict(rms_norm_eps="1e-6"), "rms_norm_eps='1e-6': expected float"),
         (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan: expected int or float above 0"),
         (dict(rope_theta=0), "rope_theta=0: expected int or float above 0"),
-        (dict(rope_scaling={**LLAMA3, "factor": "8"}), "factor='8': expected int or float above 0"),
-        (dict(tie_word_embeddings="false"), "tie_word_embeddings='false' is not supported; supported: absent, False"),
+        (dict(rope_scaling={**LLAMA3, "factor": "8"}), "rope_scaling: factor='8': expected float or int"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings='false': expected bool"),
     ],
 )
 def test_each_field_is_of_its_type(change, named):
@@ -108,10 +108,10 @@ def test_an_index_that_lies_is_refused(tmp_path, text, named):
 
 
 def test_sizes_that_lie_end_at_the_first_tensor_that_is_missing_and_integers_are_no_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 10**7, "hidden_size": 10**12}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 65536, "hidden_size": 10**9}))
     save_file({"model.embed_tokens.weight": np.zeros((100, 3), np.int16)}, tmp_path / "model.safetensors")
     for expected, named in (
-        (read_model_config(tmp_path).tensor_shapes(), r"is I16, but config.json says \[100, 1000000000000\]"),
+        (read_model_config(tmp_path).tensor_shapes(), r"is I16, but config.json says \[100, 1000000000\]"),
         ([("a", (1,))], "a is missing"),
     ):
         with pytest.raises(ConfigError, match=named):
@@ -128,7 +128,7 @@ def test_a_config_json_that_is_none_is_refused(tmp_path):
 
 UNSUPPORTED = [
     (dict(model_type="gpt2"), "model_type='gpt2' is not supported; supported: llama, "),
-    (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported; supported: 'silu'"),
+    (dict(hidden_act="gelu"), "hidden_act='gelu': expected \"silu\""),
     (dict(use_sliding_window=True), "use_sliding_window=True is not supported; supported: absent, False"),
     (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types: only 'full_attention' is"),
     (dict(mlp_bias=True), "mlp_bias=True is not supported; supported: absent, False"),
@@ -137,11 +137,11 @@ UNSUPPORTED = [
     (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
     (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 is not supported"),
-    (dict(rope_scaling={"rope_type": "yarn"}), "rope_type='yarn' is not supported; supported: 'default', 'llama3'"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type='yarn' is not supported; supported: 'default'"),
     (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_type='linear' is not supported"),
     (dict(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic' is not supported"),
     (
-        dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}),
+        dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
         "original_max_position_embeddings=None",
     ),
     (dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "remove full_attention: no effect"),
@@ -151,7 +151,7 @@ UNSUPPORTED = [
     (dict(architectures=["Qwen3ForCausalLM"]), "architectures=['Qwen3ForCausalLM'] is not of model_type='qwen2'"),
     (dict(logit_scale=2.0), "logit_scale=2.0 is not supported; supported: absent"),
     (dict(qkv_bias=True), "qkv_bias=True is not supported; supported: absent, False"),
-    (dict(text_config={}), "text_config={} is not supported; supported: absent"),
+    (dict(text_config={}), "text_config={}: expected null"),
 ]
 
 
@@ -176,7 +176,7 @@ REFUSED = [
     (dict(model_type="gemma2", final_logit_softcapping=30.0), "use a Gemma 3"),
     (dict(model_type="gemma3"), "text_config=None: expected an object with model_type='gemma3'"),
     (dict(model_type="gemma3", text_config=OTHER_FAMILY), "text_config: model_type='mistral' is not supported"),
-    (dict(model_type="mistral3", text_config={"vocab_size": "4"}), "vocab_size='4': expected int above 0"),
+    (dict(model_type="mistral3", text_config={"vocab_size": "4"}), "vocab_size='4': expected int"),
     (dict(model_type="mistral3", text_config={}, quantization_config={"bits": 4}), "checkpoint that is not quantized"),
     (dict(model_type="gpt_oss"), "use a Qwen3 MoE"),
     (dict(model_type="ernie4_5_moe"), "ignores the bias of its routers"),
@@ -188,23 +188,23 @@ REFUSED = [
     (dict(final_logit_softcapping=30.0), "with model_type='mistral': transformers ignores it; remove it"),
     (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
     (dict(use_bidirectional_attention=True), "only causal attention is supported"),
-    (dict(layer_types=["chunked_attention"]), "layer_types: 'chunked_attention' is not supported"),
+    (dict(layer_types=["chunked_attention"] * 2), "layer_types: 'chunked_attention' is not supported"),
     (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type='dynamic' is not supported"),
     (dict(rope_parameters={"full_attention": {"rope_type": "longrope"}}), "rope_type='longrope' is not supported"),
     (dict(head_dim=512), "head_dim=512: attention over packs takes up to 256"),
     (dict(architectures=["MixtralForCausalLM"]), "expected MistralForCausalLM with model_type='mistral'"),
-    (dict(num_key_value_heads=None), "num_key_value_heads=None: expected int above 0"),
+    (dict(num_key_value_heads=None), "num_key_value_heads=None: expected int"),
     (dict(layer_types=["full_attention"]), "layer_types names 1 layers: expected num_hidden_layers=2"),
     (dict(sliding_window=0), "sliding_window=0: expected int above 0, or null"),
-    (dict(sliding_window="4k"), "sliding_window='4k': expected int above 0, or null"),
+    (dict(sliding_window="4k"), "sliding_window='4k': expected int"),
     (dict(model_type="qwen3_moe"), "num_experts=None: expected int above 0"),
     (dict(model_type="glm4_moe"), "num_experts=None: expected int above 0"),
-    (dict(EXPERTS, num_experts_per_tok=None), "num_experts_per_tok=None: expected int above 0"),
-    (dict(EXPERTS, moe_intermediate_size="96"), "moe_intermediate_size='96': expected int above 0"),
+    (dict(EXPERTS, num_experts_per_tok=None), "num_experts_per_tok=None: expected int"),
+    (dict(EXPERTS, moe_intermediate_size="96"), "moe_intermediate_size='96': expected int"),
     (dict(EXPERTS, num_experts_per_tok=9), "num_experts_per_tok=9 is more than num_experts=8: use 8 or less"),
     (dict(EXPERTS, model_type="qwen2_moe"), "shared_expert_intermediate_size=None: expected int above 0"),
     (dict(model_type="olmoe", **SOME_EXPERTS, norm_topk_prob=True), "norm_topk_prob=true with model_type='olmoe'"),
-    (dict(LATENT, kv_lora_rank=None), "kv_lora_rank=None: expected int above 0"),
+    (dict(LATENT, kv_lora_rank=None), "kv_lora_rank=None: expected int"),
     (dict(LATENT, head_dim=192), "head_dim=192: transformers rotates as many, vLLM qk_rope_head_dim=64"),
     (dict(LATENT, rope_interleave=False), "rope_interleave=false with model_type='deepseek_v3'"),
     (dict(LATENT, topk_method="greedy"), 'transformers and vLLM 0.32 differ; supported: absent, "noaux_tc"'),

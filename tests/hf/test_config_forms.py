@@ -1,0 +1,126 @@
+"""A field of config.json with which transformers or vLLM do not start is named before a start (red_team4.md, M5)."""
+
+import copy
+import json
+import random
+
+import pytest
+import torch
+from config_forms import FILE, text_of_file
+from families import hf_config
+from hf_folders import FAMILIES, QWEN2
+from transformers import AutoConfig
+
+from base.hf import families
+from base.hf.model_config import ModelConfig, NativeConfig
+from config import ConfigError
+
+WRONG = [
+    dict(pad_token_id=[]),
+    dict(use_cache=[1]),
+    dict(dtype="8"),
+    dict(torch_dtype="bf16"),
+    dict(max_position_embeddings=2**64),
+    dict(is_encoder_decoder=True),
+    dict(bos_token_id="auto"),
+    dict(id2label={"x": "y"}),
+    dict(num_labels="x"),
+    dict(num_labels=10**9),
+    dict(problem_type="x"),
+    dict(attention_dropout=-1),
+    dict(head_dim=7),
+    dict(num_key_value_heads=4),
+    dict(num_hidden_layers=2**63),
+    dict(num_kv_heads=1),
+    dict(n_positions="8"),
+    dict(rope_theta=None),
+    dict(rope_parameters={"full_attention": 1}),
+    dict(auto_map=2),
+    dict(is_heterogeneous=False),
+    dict(to_dict=1),
+    dict(base_model_tp_plan="x"),
+]
+VALUES = [None, True, 0, -1, 2, 3.5, 1e-5, 2**31, 2**64, 10**400, "x", "8", "silu", [], [1], ["x"], [[1]], {}]
+VALUES += [{"x": "y"}, {"rope_type": "linear"}, {"rope_type": "yarn", "factor": 2.0}, {"full_attention": 1}]
+VALUES += [float("nan"), 3, 300]
+MORE_FIELDS = ["dtype", "num_labels", "rope_scaling", "rope_theta", "partial_rotary_factor", "n_positions", "id2label"]
+MORE_FIELDS += ["sub_configs", "auto_map", "text_config", "mlp_layer_types", "sliding_window", "pad_token_id"]
+NUM_MUTANTS = 240
+
+
+def configs():
+    """A config.json of each family: written by transformers 5, and, of the native ones, as older folders have it."""
+    found = [json.loads(json.dumps(hf_config(kind).to_dict())) for kind in families.FAMILIES]
+    for fields in FAMILIES.values():
+        config = QWEN2 | fields
+        if "rope_parameters" in fields:
+            del config["rope_theta"]
+        found.append(config)
+    return found
+
+
+def mutant(rng, config):
+    """The config with one or two fields of another value, or without them."""
+    config = copy.deepcopy(config)
+    for _ in range(rng.choice([1, 1, 2])):
+        where = config
+        name = rng.choice([*config, *MORE_FIELDS])
+        if name in ("rope_parameters", "rope_scaling") and isinstance(config.get(name), dict):
+            where = config[name]
+            name = rng.choice([*where, "factor", "beta_fast", "rope_theta"])
+        where[name] = copy.deepcopy(rng.choice(VALUES))
+        if rng.random() < 0.1:
+            del where[name]
+    return config
+
+
+def builds(model, config):
+    """As a run begins: transformers' config, and the model, on the meta device."""
+    AutoConfig.for_model(**copy.deepcopy(config))
+    with torch.device("meta"):
+        if isinstance(model, NativeConfig):
+            from model import Body
+
+            Body(model)
+        else:
+            from blocks import TransformersBody
+
+            TransformersBody(model)
+
+
+def test_the_forms_are_those_of_transformers():
+    assert FILE.read_text() == text_of_file()
+
+
+@pytest.mark.parametrize("fields", WRONG)
+def test_red_team4_m5_a_field_of_another_form_is_named(fields):
+    (name,) = fields
+    for config in (QWEN2, QWEN2 | {"model_type": "mistral"}):
+        ModelConfig.from_hf(config)
+        with pytest.raises(ConfigError, match=f"^config.json: .*{name}"):
+            ModelConfig.from_hf(config | fields)
+
+
+def test_a_null_that_a_class_of_transformers_does_not_take():
+    llama = QWEN2 | {"model_type": "llama"}
+    with pytest.raises(ConfigError, match="attention_bias=None: expected bool"):
+        ModelConfig.from_hf(llama | {"attention_bias": None})
+    ModelConfig.from_hf(llama | {"head_dim": None, "pad_token_id": None, "layer_types": None})
+
+
+def test_what_is_accepted_builds():
+    rng = random.Random(58)
+    num_built = 0
+    for config in configs():
+        ModelConfig.from_hf(config)
+    for config in rng.choices(configs(), k=NUM_MUTANTS):
+        config = mutant(rng, config)
+        try:
+            model = ModelConfig.from_hf(config)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            continue
+        if model.num_hidden_layers < 10 and model.hidden_size < 1000:
+            builds(model, config)
+            num_built += 1
+    assert num_built > NUM_MUTANTS / 10
