@@ -137,7 +137,7 @@ UNSUPPORTED = [
     (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
     (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 is not supported"),
-    (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type='yarn' is not supported; supported: 'default'"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type='yarn' is not supported; supported"),
     (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_type='linear' is not supported"),
     (dict(rope_parameters={"rope_type": "dynamic"}), "rope_type='dynamic' is not supported"),
     (
