@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,11 +98,11 @@ class TeacherServer:
 
     def _ask(self, path: str, body: dict | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         for attempt in range(self.attempts):
             if attempt > 0:
                 time.sleep(PAUSE)
             try:
+                request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
@@ -109,7 +110,7 @@ class TeacherServer:
                 problem = f"{path} answered {error.code}: {said[:300]}"
                 if error.code < 500:
                     break
-            except (OSError, ValueError) as error:  # no answer, or none in JSON
+            except (OSError, ValueError, HTTPException) as error:  # no answer, none in JSON, or no such address
                 problem = f"{path} did not answer ({error})"
         raise ServerError(f"{problem}: start `vllm serve TEACHER --max-logprobs K`, or correct the address")
 
@@ -121,6 +122,6 @@ def find_teacher(url: str, tokenizer: Tokenizer, max_tokens: int, top_k: int | N
         server.check(max_tokens, top_k)
     except ServerError as error:
         raise ConfigError(f"{KEY}={url}: {error}") from error
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{KEY}={url}: its answers are not those of vLLM ({error!r}): use `vllm serve`") from error
     return server

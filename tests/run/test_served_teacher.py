@@ -156,15 +156,8 @@ def test_vllm_serves_one(folder, tiny, one_rank, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(tmp_path),
-        "--port",
-        str(port),
-    ]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(tmp_path), "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "80", "--host", "127.0.0.1"]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with (tmp_path / "log").open("w") as log:
@@ -223,6 +216,12 @@ def test_what_cannot_be_a_teacher_is_told(name, server, tiny):
 def test_a_teacher_that_is_too_small_is_told(max_tokens, top_k, sentence, server, tiny):
     with pytest.raises(ConfigError, match=sentence):
         find_teacher(server.url, Tokenizer(tiny[0]), max_tokens, top_k)
+
+
+@pytest.mark.parametrize("url", ["", "abc", "localhost:1", "http://[::1", "http://a b", "http://127.0.0.1:1/v1/"])
+def test_an_address_of_no_server_is_told(url, tiny):
+    with pytest.raises(ConfigError, match=r"did not answer .*correct the address"):
+        find_teacher(url, Tokenizer(tiny[0]), 64, None)
 
 
 def test_check_tells_that_no_server_answers():
