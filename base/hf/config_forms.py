@@ -62,25 +62,20 @@ MAXIMA |= dict.fromkeys(("num_hidden_layers", *NUM_EXPERTS, "num_labels"), MAX_P
 
 def check_forms(hf: dict, source: str) -> None:
     """ConfigError for a field of another form, or a value with which transformers or vLLM do not start."""
-    _check(hf, {"model_type": "str or null"}, source)
+    check_fields(hf, {"model_type": "str or null"}, source)
     forms = dict(OF_ALL)
     all_forms = read_json(Path(__file__).with_suffix(".json"))
     for kind in ("", hf.get("model_type")):
         for form, names in all_forms.get(kind, {}).items():
             forms |= dict.fromkeys(names, form)
-    _check(hf, forms, source)
+    check_fields(hf, forms, source)
     for name in ("rope_parameters", "rope_scaling"):
         _check_rope(hf.get(name) or {}, f"{source}: {name}")
     for name, values in VALUES.items():
         if hf.get(name) not in values:
             known = ", ".join(json.dumps(value) for value in values)
             raise ConfigError(f"{source}: {name}={hf[name]!r:.80} is not supported; supported: {known}")
-    for name, value in hf.items():
-        largest = MAXIMA.get(name, MAX_INT)
-        if isinstance(value, int) and abs(value) > largest:
-            raise ConfigError(f"{source}: {name}={value!r:.80}: expected up to {largest:,}")
-        if name.endswith(("dropout", "pdrop")) and value is not None and not 0 <= value <= 1:
-            raise ConfigError(f"{source}: {name}={value!r:.80}: expected a probability")
+    _check_sizes(hf, source)
     types = hf.get("layer_types")
     num_layers = hf.get("num_hidden_layers")
     if types is not None and num_layers not in (None, len(types)):
@@ -91,21 +86,32 @@ def check_forms(hf: dict, source: str) -> None:
             raise ConfigError(f"{source}: id2label: {number!r:.80}: expected a number")
 
 
+def _check_sizes(fields: dict, source: str) -> None:
+    for name, value in fields.items():
+        largest = MAXIMA.get(name, MAX_INT)
+        if isinstance(value, int) and abs(value) > largest:
+            raise ConfigError(f"{source}: {name}={value!r:.80}: expected up to {largest:,}")
+        if name.endswith(("dropout", "pdrop")) and value is not None and not 0 <= value <= 1:
+            raise ConfigError(f"{source}: {name}={value!r:.80}: expected a probability")
+
+
 def _check_rope(rope: dict, source: str) -> None:
     """Of all layers, or of each kind of layers."""
     for setting in (rope, *rope.values()):
         if not isinstance(setting, dict):
             continue
-        _check(setting, OF_ROPE, source)
+        check_fields(setting, OF_ROPE, source)
+        _check_sizes(setting, source)
         for name in NEEDED_BY_ROPE.get(setting.get("rope_type", setting.get("type")), ()):
             if name not in setting:
                 raise ConfigError(f"{source}: {name} is missing")
 
 
-def _check(hf: dict, forms: dict[str, str], source: str) -> None:
+def check_fields(fields: dict, forms: dict[str, str], source: str) -> None:
+    """ConfigError for a field that is there, and not of its form, as "int or list of int or null"."""
     for name, form in forms.items():
-        if name in hf and not _has_form(hf[name], form):
-            raise ConfigError(f"{source}: {name}={hf[name]!r:.80}: expected {form}")
+        if name in fields and not _has_form(fields[name], form):
+            raise ConfigError(f"{source}: {name}={fields[name]!r:.80}: expected {form}")
 
 
 def _has_form(value: object, form: str) -> bool:

@@ -21,11 +21,13 @@ import jinja2.sandbox
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from base.hf.config_forms import check_fields
 from base.system.files import read_bytes, read_json, read_text
 from base.system.users_code import describe
 from config import DataError
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FORMS = dict.fromkeys(SPECIAL, "str or object or null") | {"chat_template": "str or list of object or null"}
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 # `{% generation %}` marks the assistant's words. Only its scope matters here: the sampled tokens are trained on.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
@@ -68,6 +70,7 @@ class Tokenizer:
         self.settings = {}
         if settings_file.exists():
             self.settings = read_json(settings_file)
+            check_fields(self.settings, FORMS, f"{settings_file}")
         special = self._special_tokens()
         self.template_kwargs = template_kwargs or {}
         self.names: dict[str, Nested] = {"documents": None, **special, **self.template_kwargs}
@@ -85,6 +88,7 @@ class Tokenizer:
         for name in SPECIAL:
             token = self.settings.get(name)
             if isinstance(token, dict) and token:
+                check_fields({"content": token.get("content")}, {"content": "str"}, f"tokenizer_config.json: {name}")
                 tokens[name] = token["content"]
             elif token:
                 tokens[name] = token
@@ -106,7 +110,11 @@ class Tokenizer:
         entries = self.settings.get("chat_template") or []
         if isinstance(entries, str):
             return {"default": entries}
-        texts = {entry["name"]: entry["template"] for entry in entries}  # HF's named templates
+        texts = {}
+        for entry in entries:  # HF's named templates
+            named = {name: entry.get(name) for name in ("name", "template")}
+            check_fields(named, dict.fromkeys(named, "str"), f"{folder}: chat_template")
+            texts[named["name"]] = named["template"]
         if "default" not in texts:
             return {}
         return texts
@@ -135,12 +143,14 @@ class Tokenizer:
         for file in (folder / "generation_config.json", folder / "config.json"):
             if not file.exists():
                 continue
-            value = read_json(file).get("eos_token_id")
+            fields = read_json(file)
+            check_fields(fields, {"eos_token_id": "int or list of int or null"}, f"{file}")
+            value = fields.get("eos_token_id")
             if isinstance(value, list):
                 ids |= set(value)
             elif value is not None:
                 ids.add(value)
-        if not ids or max(ids) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
+        if not ids or min(ids) < 0 or max(ids) >= self.vocab_size:  # the ids of a padded vocabulary are never sampled
             expected = f"expected ids below {self.vocab_size} in generation_config.json or config.json (eos_token_id)"
             raise DataError(f"{folder}: end tokens {ids or '{}'}: {expected}, or tokenizer_config.json (eos_token)")
         return sorted(ids)

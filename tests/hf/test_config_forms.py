@@ -3,6 +3,8 @@
 import copy
 import json
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from transformers import AutoConfig
 
 from base.hf import families
 from base.hf.model_config import ModelConfig, NativeConfig
+from base.hf.tokenizer import Tokenizer
 from config import ConfigError
 
+STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 WRONG = [
     dict(pad_token_id=[]),
     dict(use_cache=[1]),
@@ -34,6 +38,7 @@ WRONG = [
     dict(num_kv_heads=1),
     dict(n_positions="8"),
     dict(rope_theta=None),
+    dict(rope_parameters={"rope_theta": 10**400}),
     dict(rope_parameters={"full_attention": 1}),
     dict(auto_map=2),
     dict(is_heterogeneous=False),
@@ -99,6 +104,41 @@ def test_red_team4_m5_a_field_of_another_form_is_named(fields):
         ModelConfig.from_hf(config)
         with pytest.raises(ConfigError, match=f"^config.json: .*{name}"):
             ModelConfig.from_hf(config | fields)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("tokenizer_config.json", dict(eos_token=3)),
+        ("tokenizer_config.json", dict(eos_token={"content": None})),
+        ("tokenizer_config.json", dict(pad_token={"id": 0})),
+        ("tokenizer_config.json", dict(bos_token=["<s>"])),
+        ("tokenizer_config.json", dict(chat_template={"default": "{{ messages }}"})),
+        ("tokenizer_config.json", dict(chat_template=[{"name": "default"}])),
+        ("tokenizer_config.json", dict(chat_template=[{"name": [], "template": "x"}])),
+        ("tokenizer_config.json", dict(chat_template=["x"])),
+        ("generation_config.json", dict(eos_token_id="</s>")),
+        ("generation_config.json", dict(eos_token_id=[[1]])),
+        ("generation_config.json", dict(eos_token_id=[1, None])),
+        ("generation_config.json", dict(eos_token_id=True)),
+        ("generation_config.json", dict(eos_token_id=-1)),
+        ("generation_config.json", dict(eos_token_id=2**64)),
+        ("generation_config.json", dict(eos_token_id=1.0)),
+    ],
+)
+def test_files_beside_config_json(file, fields, tmp_path):
+    for starter in STARTER.iterdir():
+        if starter.suffix == ".json":
+            shutil.copy(starter, tmp_path)
+    Tokenizer(tmp_path)
+    settings = {}
+    if (tmp_path / file).exists():
+        settings = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps(settings | fields))
+    (name,) = fields
+    with pytest.raises(ConfigError, match=f"{name}|end tokens") as error:
+        Tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_null_that_a_class_of_transformers_does_not_take():
