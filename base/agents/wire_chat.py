@@ -20,6 +20,7 @@ CALL_ID_LETTERS = string.ascii_letters + string.digits
 MAX_DEPTH = 100  # of arguments; templates, digests and JSON's writers follow them with a call for each bracket
 TOOL_FORM = "expected {type: function, function: {name, description, parameters}}"
 Count = Annotated[int, Field(ge=1)] | None
+NumReplies = Annotated[int, Field(ge=1, le=1024)] | None  # each takes a seed and a request of the engine at once
 # vLLM is told of none: between two steps, a reply's end is compared with each.
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)] | None
@@ -153,7 +154,7 @@ class Request(BaseModel):
     messages: Annotated[list[dict], Field(min_length=1), AfterValidator(_read_messages)]
     tools: list[Annotated[dict, AfterValidator(_check_tool)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict | None = None
-    n: Count = None
+    n: NumReplies = None
     max_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     max_completion_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     stop: Annotated[StopStrings, BeforeValidator(_as_list)] | None = None

@@ -178,6 +178,7 @@ WRONG = [  # (change, status, what the sentence names)
     ({"n": 0}, 400, "n"),
     ({"n": "2"}, 400, "n"),
     ({"n": 1000}, 429, "max_calls"),
+    ({"n": 2**31}, 400, "n"),
     ({"max_tokens": 0}, 400, "max_tokens"),
     ({"max_tokens": 1.5}, 400, "max_tokens"),
     ({"stop": ""}, 400, "stop"),
