@@ -51,6 +51,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")  # vLLM
 import vllm
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 
 class VLLMEngine:
@@ -67,75 +68,38 @@ class VLLMEngine:
         cfg: Config,
         should_stop: Callable[[], bool] = lambda: False,
     ):
-        vllm_cfg = cfg.policy.generation.vllm_cfg
+        generation = cfg.policy.generation
+        vllm_cfg = generation.vllm_cfg
+        self.cuda = torch.cuda.is_available()
+        precision = cfg.policy.engine_precision
+        self.dtype = getattr(torch, precision)
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.max_total_tokens = cfg.policy.max_total_sequence_length
+        self.stop_token_ids = generation.stop_token_ids or tokenizer.eos_token_ids
+        self.stop_strings = generation.stop_strings or ()
         self.should_stop = should_stop
         self.rebuilds_cache = cfg.grpo.async_grpo.recompute_kv_cache_after_weight_updates
         self.drains = not cfg.grpo.async_grpo.in_flight_weight_updates  # before a sync, in a split job
-        if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        dtype = cfg.policy.engine_precision
-        self.cuda = torch.cuda.is_available()
-        self.vocab_size = tokenizer.vocab_size
-        self.stop_token_ids = cfg.policy.generation.stop_token_ids or tokenizer.eos_token_ids
-        self.stop_strings = cfg.policy.generation.stop_strings
-        self.tokenizer = tokenizer
-        self.max_total_tokens = cfg.policy.max_total_sequence_length
-        self.dtype = getattr(torch, dtype)
-        self.weight_version = -1
-        # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
-        # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
-        overrides: dict = {"vocab_size": self.vocab_size, "head_dtype": "float32", **fields_for_vllm(model.hf)}
-        max_positions = cfg.policy.hf_config_overrides.max_position_embeddings
-        if max_positions:
-            overrides["max_position_embeddings"] = max_positions
-        # max_num_seqs: for each, vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and CUDA graphs.
-        num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
-        hardware: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
-        if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
-            hardware["sleep_mode_offload_cudagraph"] = True
-        if hasattr(EngineArgs, "enable_flashinfer_autotune"):
-            # FlashInfer tunes at start, in collectives of all ranks. A node without nvcc would take no part: a hang.
-            hardware["enable_flashinfer_autotune"] = False
-        if self.cuda and self.dtype != torch.float32 and torch.cuda.get_device_capability()[0] == 10:
-            # On Blackwell vLLM prefers FlashInfer, which downloads kernels at start.
-            hardware["attention_backend"] = "FLASH_ATTN"
-        if model.num_experts and self.cuda:
-            hardware["moe_backend"] = vllm_cfg.moe_backend or "triton"
         self.must_pack_experts = model.num_experts > 0 and not self.cuda
         self.replayed_layers: list[int] = []  # those whose experts a completion has
         if cfg.policy.router_replay.enabled:
             self.replayed_layers = [layer for layer in range(model.num_hidden_layers) if model.has_experts(layer)]
-            if self.cuda:
-                os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # V1 does not return them
-                hardware["enable_return_routed_experts"] = True
-        if not self.cuda:
-            # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
-            # logits would stay stale. Untied, the head is a layer like any other; `sync` sends it the embedding.
-            overrides["tie_word_embeddings"] = False
-            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(vllm_cfg.kvcache_gib)
-            # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
-            hardware = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, self.max_total_tokens)}
-            hardware["block_size"] = 32  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
-            if model.family.state is not None:
-                hardware["enable_prefix_caching"] = False  # vLLM caches states only for prompts in chunks
-            if cfg.policy.router_replay.enabled:
-                hardware["enable_prefix_caching"] = False  # `_Capture` has no experts of tokens that are not computed
-            if isinstance(model, BlocksConfig):
-                _rotate_in_torch()
-        if model.family.state is not None:
-            hardware["mamba_ssm_cache_dtype"] = "float32"  # as in the trainer; vLLM's default may round at every token
-        if model.whole is not None:
-            overrides.setdefault("tie_word_embeddings", model.tie_word_embeddings)
-        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
-            # V1 draws from a generator. A request that is put back drops its token in flight, which has moved it on.
-            hardware["async_scheduling"] = False
+        self.weight_version = -1
+        self.next_id = count()
+        self.advances = count(1)
+        self.asleep_since = time.monotonic()
+        self.seconds_asleep = 0.0  # in all: a deadline that runs meanwhile does not count them
+        # Unfinished request -> [(weight version, number of its first token), ...]
+        self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
+        self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
         self.llm = LLM(
             model=str(folder),
             skip_tokenizer_init=True,  # token-in, token-out
             load_format="dummy",
             generation_config="vllm",  # or it would add the folder's sampling defaults to ours
-            hf_overrides=overrides if model.whole is None else partial(_text_config, model, overrides),
-            dtype=dtype,
+            hf_overrides=self._overrides(model, cfg),
+            dtype=precision,
             max_model_len=self.max_total_tokens,
             tensor_parallel_size=vllm_cfg.tensor_parallel_size,
             distributed_executor_backend="external_launcher",
@@ -145,8 +109,9 @@ class VLLMEngine:
             seed=cfg.grpo.seed,  # ranks of a tensor-parallel group must agree (vllm-project/vllm#15895)
             disable_log_stats=True,
             scheduling_policy="priority" if cfg.grpo.async_grpo.enabled else "fcfs",
-            **hardware,
+            **self._hardware(model, cfg),
         )
+        self.runner = self.llm.collective_rpc(_runner_of)[0]
         if self.replayed_layers and not self.cuda:
             states = self.llm.llm_engine.output_processor.request_states
             self.llm.collective_rpc(_Capture, args=(states, model))
@@ -154,23 +119,82 @@ class VLLMEngine:
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
         self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
         if not self.cuda and self.llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]:
-            self.param_names.add("lm_head.weight")  # LFM2's is tied whatever the field above says; it has a packed copy
+            self.param_names.add("lm_head.weight")  # LFM2's is tied whatever `_overrides` says; it has a packed copy
+        self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
         has_head = "lm_head.weight" in self.param_names  # Cohere's always computes with the embedding
-        # Untied: on a CPU by the field above, and by vLLM itself where the folder has a head beside the embedding.
+        # Untied: on a CPU by `_overrides`, and by vLLM itself where the folder has a head beside the embedding.
         self.send_head_copy = has_head and model.tie_word_embeddings
         if has_head and not self.cuda:  # or vLLM's CPU layers would cast it at every token; reloads keep it in float32
             self.llm.apply_model(lambda model: model.lm_head.float())
         if self.llm.model_config.head_dtype != torch.float32 and dist.get_rank() == 0:
-            print(f"WARNING: this vLLM rounds logits to {dtype}: vLLM 0.32.0 has a smaller logp gap", flush=True)
-        self.runner = self.llm.collective_rpc(_runner_of)[0]
-        self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
-        self.next_id = count()
-        self.advances = count(1)
-        self.asleep_since = time.monotonic()
-        self.seconds_asleep = 0.0  # in all: a deadline that runs meanwhile does not count them
-        # Unfinished request -> [(weight version, number of its first token), ...]
-        self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
-        self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
+            print(f"WARNING: this vLLM rounds logits to {precision}: vLLM 0.32.0 has a smaller logp gap", flush=True)
+
+    def _overrides(self, model: ModelConfig, cfg: Config) -> dict | Callable:
+        """What vLLM reads in place of the folder's config.json."""
+        # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
+        # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
+        fields = {"vocab_size": self.vocab_size, "head_dtype": "float32", **fields_for_vllm(model.hf)}
+        max_positions = cfg.policy.hf_config_overrides.max_position_embeddings
+        if max_positions:
+            fields["max_position_embeddings"] = max_positions
+        if not self.cuda:
+            # vLLM's CPU layers compute from packed copies, and a reload does not refresh the copy of a *tied* head: the
+            # logits would stay stale. Untied, the head is a layer like any other; `sync` sends it the embedding.
+            fields["tie_word_embeddings"] = False
+        if model.whole is None:
+            return fields
+        fields.setdefault("tie_word_embeddings", model.tie_word_embeddings)
+        return partial(_text_config, model, fields)
+
+    def _hardware(self, model: ModelConfig, cfg: Config) -> dict:
+        """vLLM's arguments that depend on the device; sets the variables that it reads beside them."""
+        if vllm.__version_tuple__ < (0, 29):  # sleep drops tensors of its V2 runner (vllm-project/vllm#53508)
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        if self.cuda:
+            arguments = self._arguments_on_cuda(model, cfg)
+        else:
+            arguments = self._arguments_on_cpu(model, cfg)
+        if model.family.state is not None:
+            arguments["mamba_ssm_cache_dtype"] = "float32"  # as in the trainer; vLLM's may round at every token
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+            # V1 draws from a generator. A request that is put back drops its token in flight, which has moved it on.
+            arguments["async_scheduling"] = False
+        return arguments
+
+    def _arguments_on_cuda(self, model: ModelConfig, cfg: Config) -> dict:
+        vllm_cfg = cfg.policy.generation.vllm_cfg
+        num_engines = dist.get_world_size() // vllm_cfg.tensor_parallel_size
+        # max_num_seqs: for each, vLLM keeps counts over the vocabulary (0.62 GB at 1,024 x 151,936) and CUDA graphs.
+        arguments: dict = {"enable_sleep_mode": True, "max_num_seqs": cfg.grpo.max_num_seqs(num_engines)}
+        if hasattr(EngineArgs, "sleep_mode_offload_cudagraph"):  # not in vLLM 0.24: there graphs stay on the GPU
+            arguments["sleep_mode_offload_cudagraph"] = True
+        if hasattr(EngineArgs, "enable_flashinfer_autotune"):
+            # FlashInfer tunes at start, in collectives of all ranks. A node without nvcc would take no part: a hang.
+            arguments["enable_flashinfer_autotune"] = False
+        if self.dtype != torch.float32 and torch.cuda.get_device_capability()[0] == 10:
+            # On Blackwell vLLM prefers FlashInfer, which downloads kernels at start.
+            arguments["attention_backend"] = "FLASH_ATTN"
+        if model.num_experts:
+            arguments["moe_backend"] = vllm_cfg.moe_backend or "triton"
+        if self.replayed_layers:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # V1 does not return the experts
+            arguments["enable_return_routed_experts"] = True
+        return arguments
+
+    def _arguments_on_cpu(self, model: ModelConfig, cfg: Config) -> dict:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.policy.generation.vllm_cfg.kvcache_gib)
+        if isinstance(model, BlocksConfig):
+            _rotate_in_torch()
+        arguments = {
+            # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, self.max_total_tokens),
+            "block_size": 32,  # the samples of a prompt share its full blocks; vLLM's own 128 shares few
+        }
+        # vLLM caches states only for prompts in chunks; `_Capture` has no experts of tokens that are in the cache.
+        if model.family.state is not None or self.replayed_layers:
+            arguments["enable_prefix_caching"] = False
+        return arguments
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
@@ -215,17 +239,17 @@ class VLLMEngine:
             request["cache_salt"] = str(self.weight_version)
         self.llm.llm_engine.add_request(request_id, request, params, priority=priority)
         self.versions_by_request[request_id] = [(self.weight_version, 0)]
-        strings = (*(self.stop_strings or ()), *options.stop_strings)
+        strings = (*self.stop_strings, *options.stop_strings)
         if strings:
-            # vLLM's own search needs transformers' tokenizer, and all text decoded
-            state = next(reversed(self.llm.llm_engine.output_processor.request_states.values()))
-            ends = partial(self.tokenizer.add_until_stop, state.detokenizer.token_ids, strings)
-            state.detokenizer.update = ends
+            states = self.llm.llm_engine.output_processor.request_states
+            newest = next(reversed(states.values()))  # its key has a random end
+            newest.detokenizer = StopStrings(self.tokenizer, strings)
 
     def wait(self, request_ids: Sequence[str], *, may_stop: bool = True) -> list[Completion]:
         """The completions of these requests. Other requests continue meanwhile. Raises as `advance` does."""
-        while missing := {name: name for name in request_ids if name not in self.unclaimed}:
-            self.advance(missing, may_stop=may_stop)
+        requests = {request_id: request_id for request_id in request_ids}
+        while not self.unclaimed.keys() >= requests.keys():
+            self.advance(requests, may_stop=may_stop)
         return [self.unclaimed.pop(request_id) for request_id in request_ids]
 
     def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
@@ -237,7 +261,7 @@ class VLLMEngine:
             raise Interrupted
         ended = [request_id for request_id in self.step() if request_id in requests]
         if self.is_idle:
-            lost = [str(name) for key, name in requests.items() if key not in ended]
+            lost = [str(name) for request_id, name in requests.items() if request_id not in self.unclaimed]
             if lost:
                 some = "; ".join(lost[:3])
                 raise StopRun(f"the engine has lost {len(lost)} requests: {some}; resume from a checkpoint")
@@ -306,6 +330,11 @@ class VLLMEngine:
             raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}")
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
+        self._begin_version(version)
+        return sum(sent.values())
+
+    def _begin_version(self, version: int) -> None:
+        """Tokens that the scheduler starts from now on are of this version of the weights."""
         self.weight_version = version
         requests = self.llm.llm_engine.engine_core.engine_core.scheduler.requests
         for internal_id, state in self.llm.llm_engine.output_processor.request_states.items():
@@ -314,7 +343,6 @@ class VLLMEngine:
             if first_new == 0 and not self.rebuilds_cache:
                 first_new = 1  # it may keep old keys of its prompt: its first token counts as old
             self.versions_by_request[state.external_req_id].append((version, first_new))
-        return sum(sent.values())
 
     def _engine_weights(self, weights: Weights, sent: dict[str, int]) -> Weights:
         for name, tensor in weights:
@@ -334,16 +362,19 @@ class VLLMEngine:
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Frees GPU memory for the trainer. The weights are dropped, and generate() refuses until the next sync sends
         them. keep_weights: they move to host memory, for a wake without a sync. On CPU no memory is freed."""
-        self.weight_version = self.weight_version if keep_weights else -1
+        if not keep_weights:
+            self.weight_version = -1
         self.asleep_since = time.monotonic()
-        if self.cuda:
-            # vLLM 0.24 does not wait for the decode step that it runs ahead, and would free the memory in use.
-            torch.cuda.synchronize()
-            # Level 2 drops all that was built with the model. At wake vLLM restores the model's buffers. Of the sampler
-            # it loses only the state of penalties, biases and allowed ids, which no request here has.
-            level = 1 if keep_weights else 2
-            # vLLM's default aborts unfinished requests. "keep" holds their prompts, tokens and seeds in host memory.
-            self.llm.sleep(level=level, mode="keep") if self.versions_by_request else self.llm.sleep(level=level)
+        if not self.cuda:
+            return
+        # vLLM 0.24 does not wait for the decode step that it runs ahead, and would free the memory in use.
+        torch.cuda.synchronize()
+        # Level 2 drops all that was built with the model. At wake vLLM restores the model's buffers. Of the sampler it
+        # loses only the state of penalties, biases and allowed ids, which no request here has.
+        options: dict = {"level": 1 if keep_weights else 2}
+        if self.versions_by_request:  # by default they would be aborted; their prompts, tokens and seeds stay
+            options["mode"] = "keep"
+        self.llm.sleep(**options)
 
     def wake(self, part: str) -> None:
         """`part`: "weights"; then, after a sync if they were dropped, "kv_cache"."""
@@ -364,6 +395,25 @@ def _text_config(model: ModelConfig, fields: dict, config):
     return text
 
 
+class StopStrings(IncrementalDetokenizer):
+    """The ids of a request, which the one that completes one of the strings ends. vLLM's own search needs transformers'
+    tokenizer, and all text decoded."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]):
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.strings = strings
+
+    def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        """Adds the ids, up to the one that completes a string: returns the string."""
+        for token_id in new_token_ids:
+            self.token_ids.append(token_id)
+            found = self.tokenizer.stop_string(self.token_ids, self.strings)
+            if found is not None:
+                return found
+        return None
+
+
 def reply_parsers() -> tuple[Callable, Callable, type]:
     """vLLM's tool parsers and reasoning parsers, by name, and the request that they read."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -377,9 +427,11 @@ def completion_of(output, spans: list[tuple[int, int]], experts_TLA: np.ndarray 
     """vLLM's output as the house's. spans: (weight version, number of the first token that it drew), in their order."""
     ids = list(output.token_ids)
     flat = output.logprobs
-    # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
-    positions = zip(ids, flat.start_indices, flat.end_indices, strict=True)
-    logps = [flat.logprobs[flat.token_ids.index(*position)] for position in positions]
+    logps = []
+    for token_id, start, end in zip(ids, flat.start_indices, flat.end_indices, strict=True):
+        # By id: the sampled token is not always the first of its position (NVIDIA-NeMo/RL#3297).
+        place = flat.token_ids.index(token_id, start, end)
+        logps.append(flat.logprobs[place])
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     versions, starts = zip(*spans, strict=True)
     versions = np.repeat(versions, np.diff([*starts, len(ids)]))

@@ -346,16 +346,6 @@ class Tokenizer:
         places = [closing.index(token) for token in ends if token and token in closing]
         return behind[min(places, default=len(closing)) :]
 
-    def add_until_stop(self, ids: list[int], strings: Sequence[str], new_ids: Sequence[int], _: bool) -> str | None:
-        """Adds new_ids to ids, up to the one that completes a string of `strings`: returns the string. vLLM asks this
-        after each token of a request (IncrementalDetokenizer.update), and ends the request at a string."""
-        for new_id in new_ids:
-            ids.append(new_id)
-            found = self.stop_string(ids, strings)
-            if found is not None:
-                return found
-        return None
-
     def stop_string(self, ids: Sequence[int], strings: Sequence[str]) -> str | None:
         """The string of `strings` that the last of the ids completes, if any. Ids may be parts of characters."""
         size = max(len(string.encode()) for string in strings)

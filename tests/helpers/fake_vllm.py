@@ -78,7 +78,7 @@ class CompletionOutput:
     finish_reason: str | None = None
 
 
-class Detokenizer:
+class IncrementalDetokenizer:
     """As vLLM's without a tokenizer: `update` takes new ids and may name a stop string, which ends the request."""
 
     def __init__(self):
@@ -94,12 +94,13 @@ class Detokenizer:
 class Request:
     """One prompt on its way: what it has, and its own generator."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams):
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams):
+        self.external_req_id = request_id
         self.ids, self.params, self.reply = list(prompt), params, CompletionOutput([], FlatLogprobs())
         self.generator = torch.Generator().manual_seed(params.seed or 0)
         self.priority = 0
         self.num_output_placeholders = 0  # tokens that vLLM's scheduler has in flight
-        self.detokenizer = Detokenizer()
+        self.detokenizer = IncrementalDetokenizer()
 
     def add_token(self, logits_V: torch.Tensor) -> bool:
         """Samples a token and keeps its log-probability after temperature and filters; whether it is the last one."""
@@ -149,7 +150,7 @@ class LLMEngine:
         assert request_id not in self.requests and 0 < len(ids) <= self.llm.max_model_len - params.max_tokens, ids
         assert all(type(token) is int and 0 <= token < self.llm.vocab_size for token in ids), ids
         assert max(params.stop_token_ids) < self.llm.vocab_size, params
-        self.requests[request_id] = Request(ids, params)
+        self.requests[request_id] = Request(request_id, ids, params)
         self.requests[request_id].priority = priority
 
     def has_unfinished_requests(self) -> bool:
@@ -172,11 +173,8 @@ class LLMEngine:
 
 
 def output_processor(requests: dict[str, Request]) -> SimpleNamespace:
-    """As far as it says how many tokens each request has: vLLM's key is the id with a random end."""
-    states = {}
-    for name, request in requests.items():
-        states[f"{name}-8f3a"] = SimpleNamespace(external_req_id=name, detokenizer=request.detokenizer)
-    return SimpleNamespace(request_states=states)
+    """As far as it knows the tokens of each request: vLLM's key is the id with a random end."""
+    return SimpleNamespace(request_states={f"{name}-8f3a": request for name, request in requests.items()})
 
 
 def engine_core(requests: dict[str, Request]) -> SimpleNamespace:
@@ -336,9 +334,11 @@ def install() -> None:
     """Before engine.py is imported: `vllm` is this file from then on, in this process."""
     assert "vllm" not in sys.modules, "the real one is here already"
     whole, part = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    of_text = ModuleType("vllm.v1.engine.detokenizer")
+    of_text.IncrementalDetokenizer = IncrementalDetokenizer
     whole.LLM, whole.EngineArgs, whole.__version_tuple__ = LLM, EngineArgs, (0, 32, 0)
     whole.SamplingParams, whole.sampling_params = SamplingParams, part
     part.SamplingParams, part.RequestOutputKind = SamplingParams, RequestOutputKind
-    for module in (whole, part):
+    for module in (whole, part, of_text):
         module.__spec__ = ModuleSpec(module.__name__, loader=None)
         sys.modules[module.__name__] = module

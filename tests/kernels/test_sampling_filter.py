@@ -151,7 +151,7 @@ def test_the_stand_in_for_vllm_filters_alike(top_p, top_k):
             temperature=0.7, max_tokens=1, stop_token_ids=[0], ignore_eos=True, logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=fake_vllm.RequestOutputKind.FINAL_ONLY, top_p=top_p, top_k=top_k or 0, seed=1,
         )  # fmt: skip
-        request = fake_vllm.Request([1], params)
+        request = fake_vllm.Request("0", [1], params)
         request.add_token(logits_V)
         kept = kept_ids(logits_V.tolist(), top_p, top_k, 0.7)
         logp_K = (logits_V[sorted(kept)] / 0.7).log_softmax(0)
