@@ -22,8 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from base.hf.families import fields_for_vllm
-from base.hf.model_config import BlocksConfig, ModelConfig
+from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.tokenizer import Tokenizer
 from base.system.exits import Interrupted, StopRun
 from config import Config
@@ -133,7 +132,7 @@ class VLLMEngine:
         """What vLLM reads in place of the folder's config.json."""
         # The engine's vocabulary is the tokenizer's: ids beyond it (padded vocabulary) do not exist there.
         # The head's logits are float32, as in the trainer: rounding them causes a third of a bfloat16 sampler's error.
-        fields = {"vocab_size": self.vocab_size, "head_dtype": "float32", **fields_for_vllm(model.hf)}
+        fields = {"vocab_size": self.vocab_size, "head_dtype": "float32", **model.fields_for_vllm}
         max_positions = cfg.policy.hf_config_overrides.max_position_embeddings
         if max_positions:
             fields["max_position_embeddings"] = max_positions
@@ -183,7 +182,7 @@ class VLLMEngine:
 
     def _arguments_on_cpu(self, model: ModelConfig, cfg: Config) -> dict:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cfg.policy.generation.vllm_cfg.kvcache_gib)
-        if isinstance(model, BlocksConfig):
+        if not isinstance(model, NativeConfig):
             _rotate_in_torch()
         arguments = {
             # A prompt cut into chunks makes vLLM rewind the request's generator, which CPU generators cannot do.

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from attention import GatherRows, PackLayout, packed_attention
-from base.hf.model_config import ModelConfig, NativeConfig, read_model_config
+from base.hf.folder import read_model_config
+from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.weights import init_adapters, load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
 from head import HeadOptions, response_logps

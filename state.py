@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import GatherRows, PackLayout, rows_to_gather
-from base.hf.families import DELTA_CHUNK, HAS_FLA
+from base.hf.layers import DELTA_CHUNK, HAS_FLA
 
 PADDING = {"dt": -torch.inf}  # softplus(-inf) = 0: no step of time; of all other inputs 0
 

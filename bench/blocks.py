@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from attention import PackLayout
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from head import HeadOptions, response_logps
 from model import Decoder, shard
 
@@ -37,7 +37,7 @@ NUM_SEQUENCES = 8
 
 def random_policy(hf: dict, precision: str, *, force_hf: bool) -> Decoder:
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf, force_hf=force_hf), keeps_gathered=True)
+        model = Decoder(from_hf(hf, force_hf=force_hf), keeps_gathered=True)
     shard(model, dist.init_device_mesh("cpu", (1,)), precision=precision)
     model.to_empty(device="cpu")
     model.model.init_buffers("cpu")

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from base.check import memory_fit
+from base.hf.folder import from_hf
 from base.hf.model_config import ModelConfig
 from base.inputs import reader
 from base.plan.gpus import GIB, Gpu
@@ -75,7 +76,7 @@ RECIPE = Step(512, 160, 300, 768)  # configs/math_1b.yaml on GSM8K: 32 prompts x
 @lru_cache
 def model_config(name: str) -> ModelConfig:
     fields = dict(zip(FIELDS, MODELS[name], strict=True)) | {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
-    return ModelConfig.from_hf(fields)
+    return from_hf(fields)
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 
 import grpo
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.inputs import reader
 from base.system.exits import exit_process
 from bench.head import ROOT
@@ -59,7 +59,7 @@ def random_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(QWEN_FILES))
     generator = torch.Generator("cuda").manual_seed(0)
     weights = {}
-    for name, shape in ModelConfig.from_hf(QWEN).tensor_shapes():
+    for name, shape in from_hf(QWEN).tensor_shapes():
         weight = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
         weights[name] = (weight.fill_(1) if "norm" in name else weight.normal_(0, 0.02, generator=generator)).cpu()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

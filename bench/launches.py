@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import PackLayout
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.system.ranks import start_process_group
 from bench.train_step import QWEN, random_policy, set_way
 from head import HeadOptions, response_logps
@@ -78,7 +78,7 @@ def score(model: Decoder, device: torch.device) -> None:
 
 def main() -> None:
     _, device = start_process_group(tp_size=1)
-    plain = Decoder(ModelConfig.from_hf(SMALL)).to(device, torch.bfloat16)
+    plain = Decoder(from_hf(SMALL)).to(device, torch.bfloat16)
     model = random_policy(SMALL, device, "bfloat16")
     of_plain = {
         "forward and backward": num_launches(lambda: train(plain, False, device)),

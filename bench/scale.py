@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 
 FIELDS = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FIELDS += ("num_key_value_heads", "vocab_size", "tie_word_embeddings")
@@ -51,7 +51,7 @@ class Shape:
     @classmethod
     def of(cls, name: str) -> "Shape":
         fields = dict(zip(FIELDS, MODELS[name], strict=True)) | {"rms_norm_eps": 1e-6, "hidden_act": "silu"}
-        config = ModelConfig.from_hf(fields)
+        config = from_hf(fields)
         sizes = {weight: math.prod(shape) for weight, shape in config.tensor_shapes()}
         block = sum(size for weight, size in sizes.items() if weight.startswith("model.layers.0."))
         rest = sum(size for weight, size in sizes.items() if ".layers." not in weight)

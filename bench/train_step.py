@@ -37,7 +37,7 @@ except Exception as error:  # nothing here has an engine: on a machine without v
 import grpo
 import records
 from attention import PackLayout
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.hf.weights import sharded_parameters
 from base.inputs import reader
 from base.plan.gpus import PEAK_FLOPS
@@ -103,7 +103,7 @@ def head_of(way: str, model: Decoder, device: torch.device, pack_tokens: int = 8
 def random_policy(hf: dict, device: torch.device, precision: str, recompute: Recompute = False) -> Decoder:
     """Sharded over one rank and filled on the device: nothing is downloaded, read or written."""
     with torch.device("meta"):
-        model = Decoder(ModelConfig.from_hf(hf), keeps_gathered=True, recompute=recompute)
+        model = Decoder(from_hf(hf), keeps_gathered=True, recompute=recompute)
     mesh = dist.init_device_mesh(device.type, (1,))
     shard(model, mesh, precision=precision)
     model.to_empty(device=device)

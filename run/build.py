@@ -11,7 +11,6 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 
 from attention import uses_flash_attention
-from base.hf.families import DeltaNet
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.weights import full_shapes
 from base.inputs.run_inputs import RunInputs
@@ -276,7 +275,8 @@ def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:
 def check_cpu_operators(model: ModelConfig, cfg: Config) -> None:
     """ConfigError for what vLLM does not compute on a CPU."""
     problem = None
-    if isinstance(model.family.state, DeltaNet) and cfg.policy.engine_precision == "float32":
+    has_delta_nets = model.family.state is not None and model.family.state.module == "linear_attn"
+    if has_delta_nets and cfg.policy.engine_precision == "float32":
         problem = "on a CPU vLLM computes gated delta nets in bfloat16 alone"
     elif model.num_experts and model.family.experts.gate is None:
         problem = "on a CPU vLLM computes no experts without a gate"

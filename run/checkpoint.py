@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from base.hf.model_config import weight_files
+from base.hf.folder import weight_files
 from base.hf.weights import ADAPTER, local_shard, sharded_parameters
 from base.inputs.resume import VERSION, by_metric, committed, digest, numbered, read_meta
 from base.system.disk import flush, replace_folder, write_whole

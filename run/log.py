@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import sys
 import time
@@ -22,16 +21,15 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from base.hf.tokenizer import Tokenizer
-from base.system.disk import append, write_whole
+from base.system.disk import append
 from base.system.exits import host_name
 from base.system.files import read_records
-from config import LoggerConfig, WandbConfig, shortened
+from config import LoggerConfig, shortened
 from metrics import Numbers
 from records import Sample, TokenSequence
 from run.health import Health
@@ -46,12 +44,6 @@ SAMPLE_FIELDS = (
 GRADE_FIELDS = ("reward", "unshaped_reward", "outcome")
 MAX_WITH_TOKENS = 16  # samples of a step: tokens with their numbers take three times the room of the text
 MAX_EXPECTED = 2000  # characters of an expected answer: the tests of a program may be long
-
-
-class WandbRun(Protocol):
-    """What is used of W&B's run."""
-
-    def log(self, data: dict[str, float], step: int, commit: bool) -> None: ...
 
 
 class EndState(Protocol):
@@ -81,8 +73,11 @@ class RunLog:
             # TensorBoard hides what it has of these steps: the part of the run that is resumed wrote it.
             started = SessionLog(status=SessionLog.START)
             self._event(Event(wall_time=time.time(), step=first_step, session_log=started))
-        self.wandb: WandbRun | None = None  # from the first row on
-        self.logs_to_wandb = cfg.wandb_enabled
+        self.wandb = None
+        if cfg.wandb_enabled:
+            from run.wandb_log import WandbLog  # a run without W&B does without
+
+            self.wandb = WandbLog(folder, cfg.wandb)
         self.start = time.perf_counter()
         self.first_step = first_step
         self.tokens_per_sec: list[float] = []
@@ -115,23 +110,8 @@ class RunLog:
         if self.cfg.tensorboard_enabled:
             numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
             self._event(Event(wall_time=time.time(), step=step, summary=Summary(value=numbers)))
-        if self.logs_to_wandb:
-            self._log_to_wandb(row)
-
-    def _log_to_wandb(self, row: dict[str, float]) -> None:
-        """Sends a row to W&B, over the x-axis `step`. W&B's own step, which may not fall and has one row each, is
-        2 * step for training and 2 * step + 1 for the validation after it. `exit_process` ends the run at W&B."""
-        try:
-            if self.wandb is None:
-                self.wandb = _start_wandb(self.folder, self.cfg.wandb)
-            place = 2 * row["step"]
-            if any(name.startswith("validation/") for name in row):
-                place += 1
-            self.wandb.log(row, step=place, commit=True)
-        except Exception as error:  # W&B's own, the network's, an import that fails: no reason to end a run
-            self.logs_to_wandb = False
-            text = f"WARNING: W&B failed ({error!r:.300}): the run continues as with logger.wandb_enabled=false"
-            print(text, flush=True)
+        if self.wandb:
+            self.wandb.log(row)
 
     def samples(self, step: int, kind: str, samples: list[Sample], tokenizer: Tokenizer) -> None:
         """Writes the first conversations to samples.jsonl, and prints some of those of a greedy validation."""
@@ -351,27 +331,6 @@ def _drop_from(file: Path, first_step: int) -> None:
             break
         size = end
     os.truncate(file, size)
-
-
-def _start_wandb(folder: Path, cfg: WandbConfig) -> WandbRun:
-    """The run at W&B. `wandb_id` in the run folder keeps its id, so a resumed run is the same one there."""
-    import wandb
-
-    file = folder / "wandb_id"
-    if not file.exists():
-        write_whole(file, secrets.token_hex(4))
-    run = wandb.init(
-        project=cfg.project,
-        name=cfg.name or folder.name,
-        id=file.read_text(),
-        resume="allow",
-        dir=folder,
-        config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
-        settings=wandb.Settings(console="off", finish_timeout=60.0),
-    )
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 class Timers:

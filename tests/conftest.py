@@ -182,7 +182,7 @@ def tiny(tmp_path_factory):
 def engine(one_rank, tiny):
     """The session's vLLM engine over `tiny`, without weights: tests call sync first."""
     import config
-    from base.hf.model_config import read_model_config
+    from base.hf.folder import read_model_config
     from base.hf.tokenizer import Tokenizer
     from engine import VLLMEngine
 

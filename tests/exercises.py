@@ -61,7 +61,7 @@ def expect_value(section: type, name: str, value: str) -> None:
     expect(value in values, f'config.py, {section.__name__}: {name} has no value "{value}"')
 
 
-RULES = "base/check/contradictions.py"
+RULES = "base/check/contradictions.yaml"
 
 
 def said_of(*settings: str) -> list[str]:
@@ -595,7 +595,7 @@ def check_model(hf_model, defaults: list[str], said: str) -> None:
     """Names, shapes and logits against transformers, over a pack with shared prompts."""
     from test_blocks import folder_of, packed, segments
 
-    from base.hf.model_config import read_model_config
+    from base.hf.folder import read_model_config
     from model import load_policy
 
     with tempfile.TemporaryDirectory() as temporary:

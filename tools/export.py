@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from base.check.command_line import ALL_RANKS_GENERATE
-from base.hf.model_config import resolve_folder
+from base.hf.folder import resolve_folder
 from base.inputs import reader, resume
 from base.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
 from base.system.disk import keep_console

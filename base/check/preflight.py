@@ -10,7 +10,8 @@ from dataclasses import replace
 from base.check import memory_fit, rules
 from base.check.command_line import gpu_memory, last_value, parse_command_line
 from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
-from base.hf.model_config import ModelConfig, missing_weights
+from base.hf.folder import missing_weights
+from base.hf.model_config import ModelConfig
 from base.inputs import keys
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs, start_environments
 from base.plan import step_time

@@ -1,7 +1,7 @@
 """What is refused of a Config that was read well: sizes that do not fit, names that repeat, keys that contradict.
 
 Each refusal names the keys with their values and the reason. Nothing that a user sets is silently ignored. What needs
-no arithmetic is a row of the table in contradictions.py.
+no arithmetic is a row of the table in contradictions.yaml.
 """
 
 import json
@@ -213,7 +213,11 @@ def must_save_by_seconds(cfg: CheckpointingConfig) -> float | None:
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
-    """The overlong penalty."""
+    """Rewards that nothing weighs, and the overlong penalty."""
+    weights = cfg.grpo.adv_estimator.reward_weights
+    if cfg.grpo.adv_estimator.name == "gdpo" and weights and not any(weights):
+        weights_key = f"grpo.adv_estimator.reward_weights={json.dumps(weights)}"
+        yield f"{weights_key} and grpo.adv_estimator.name=gdpo: no reward is trained; give one of them another weight"
     shaping = cfg.grpo.reward_shaping
     if not shaping.enabled or shaping.stop_properly_penalty_coef is not None:
         return

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from base.hf.families import HAS_FLA, DeltaNet, Mamba
 from base.hf.model_config import ModelConfig
 from base.inputs.mixing import Cursor
 from base.inputs.run_inputs import RunInputs
@@ -71,18 +70,9 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     if model.num_experts and cfg.policy.precision == "bfloat16" and not cfg.policy.router_replay.enabled:
         choice = "rounding to bfloat16 changes which experts a token is sent to"
         found.append(f"{choice}: policy.router_replay.enabled=true gives the trainer the sampler's choice")
-    return found + slow_on_a_gpu(model)
-
-
-def slow_on_a_gpu(model: ModelConfig) -> list[str]:
-    """What the trainer computes on a GPU by transformers' torch functions."""
-    state = model.family.state
-    if isinstance(state, Mamba):
-        return ["on a GPU the trainer computes Mamba 2 by operators of PyTorch, not by a kernel, which is slow"]
-    if isinstance(state, DeltaNet) and not HAS_FLA:
-        fix = "pip install --no-deps fla-core==0.6.0"
-        return [f"without fla's kernel a GPU computes the gated delta nets by operators of PyTorch, slowly: {fix}"]
-    return []
+    if model.family.state is not None and model.family.state.note:
+        found.append(model.family.state.note)
+    return found
 
 
 def _lora_formula(model: ModelConfig) -> str:

@@ -1,37 +1,23 @@
-"""What a model folder holds: the architecture in config.json, and the weights in safetensors files.
+"""What the program reads of a config.json: the sizes of a model, and the names and shapes of its weights.
 
-It refuses a model of the native families if `model.Body` would compute something other than the model's authors do;
-`base.hf.families` has all others. No torch, so that `grpo.py --check` answers in a second.
+`NativeConfig` refuses a model if `model.Body` would compute something other than the model's authors do;
+`base.hf.blocks_config` has all other families. No torch, so that `grpo.py --check` answers in a second.
 """
 
 import dataclasses
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from base.hf.family import MLP_NAMES, NATIVE, Family, Shapes, Switch
+from config import ConfigError
 
-from base.hf.config_forms import check_forms
-from base.hf.families import (
-    FAMILIES,
-    MLP_NAMES,
-    NATIVE,
-    NUM_EXPERTS,
-    WHOLE,
-    Family,
-    Shapes,
-    StateSizes,
-    Switch,
-    Whole,
-    check_family,
-    text_fields,
-)
-from base.system.files import download, read_json
-from config import ConfigError, DataError, HFConfigOverrides
+if TYPE_CHECKING:
+    from base.hf.families import Whole
+    from base.hf.layers import StateSizes
 
 # Fields of config.json that change the computation, each with the values that `model.Body` computes: the fields that
 # transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
@@ -66,14 +52,11 @@ SUPPORTED_VALUES = {
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 MORE_INTEGERS += ("q_lora_rank",)
-LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
 WHOLE_HEADS = ("llama", "arcee", "gemma3_text")  # whose hidden_size must be a multiple of the number of heads
-MAX_HEAD_DIM = 256  # of torch's varlen attention
-FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
 EMBEDDING = "model.embed_tokens.weight"
 # Types of layers whose first part is not attention alone.
 PARTS_OF_TYPES = {
@@ -100,7 +83,7 @@ LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
 
 @dataclass(frozen=True, eq=False)
 class ModelConfig:
-    """What the program reads of a model, under HF's field names. Made by `from_hf`."""
+    """What the program reads of a model, under HF's field names. `base.hf.folder.from_hf` makes it."""
 
     vocab_size: int
     hidden_size: int
@@ -111,27 +94,10 @@ class ModelConfig:
     head_dim: int
     tie_word_embeddings: bool
     max_position_embeddings: int | None  # tokens of a sequence; None: no limit
+    family: Family = dataclasses.field(compare=False, repr=False)
     hf: dict = dataclasses.field(compare=False, repr=False)  # config.json, or its text_config
-    config_json: dict = dataclasses.field(default_factory=dict, kw_only=True, compare=False, repr=False)
-    whole: Whole | None = dataclasses.field(default=None, kw_only=True)  # of a folder with a vision part
-
-    @staticmethod
-    def from_hf(hf: dict, source: str = "config.json", *, force_hf: bool = False) -> "ModelConfig":
-        """Reads the dict of a config.json written by transformers 4 or 5; `source` names the file in messages.
-        force_hf: transformers' blocks for every family. ConfigError names a field that is missing, has the wrong type,
-        or asks for what nobody computes here."""
-        check_forms(hf, source)
-        text, whole = hf, None
-        if hf.get("model_type") in WHOLE:
-            text, whole = text_fields(hf, source), WHOLE[hf["model_type"]]
-            check_forms(text, source)
-        is_native = text.get("model_type") in NATIVE and not force_hf
-        kind = NativeConfig if is_native else BlocksConfig
-        return dataclasses.replace(kind.read(text, source), config_json=hf, whole=whole)
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.hf["model_type"]]
+    config_json: dict = dataclasses.field(compare=False, repr=False)
+    whole: "Whole | None" = dataclasses.field(default=None, kw_only=True)  # of a folder with a vision part
 
     @property
     def value_dim(self) -> int:
@@ -170,6 +136,11 @@ class ModelConfig:
     def is_kept(self, stored_name: str) -> bool:
         """Whether the folder's tensor of this name is no part of the text model, and stays as it is."""
         return self.whole is not None and stored_name.startswith(self.whole.kept)
+
+    @property
+    def fields_for_vllm(self) -> dict:
+        """Fields that vLLM wants beside those of config.json, or in their place."""
+        return {}
 
     def _renamed(self, name: str, prefixes: dict[str, str]) -> str:
         for prefix, new in prefixes.items():
@@ -221,7 +192,7 @@ class ModelConfig:
         """Of a layer; 0 in a dense model."""
         if not self.family.has_experts(self.hf):
             return 0
-        return next(self.hf[field] for field in NUM_EXPERTS if field in self.hf)
+        return self.hf[self.family.experts.number_field(self.hf)]
 
     @property
     def expert_size(self) -> int:
@@ -270,7 +241,7 @@ class ModelConfig:
         return pairs
 
     @property
-    def state_sizes(self) -> StateSizes:
+    def state_sizes(self) -> "StateSizes":
         """Of each layer with state."""
         return self.family.state.sizes(self.hf)
 
@@ -418,7 +389,7 @@ class NativeConfig(ModelConfig):
 
     @classmethod
     def read(cls, hf: dict, source: str) -> "NativeConfig":
-        """Of a config.json, as `ModelConfig.from_hf`."""
+        """Of a config.json, as `base.hf.folder.from_hf`."""
         content = hf
         hf = hf | _rope_of(hf, source)
         _check_values(hf, source)
@@ -426,7 +397,7 @@ class NativeConfig(ModelConfig):
         needed = (*INTEGERS, "rms_norm_eps")
         if has_llama3_rope:
             needed += LLAMA3_FIELDS
-        _check_numbers(hf, needed, source)
+        check_numbers(hf, needed, source)
         is_qwen2 = hf["model_type"] == "qwen2"
         has_bias = bool(hf.get("attention_bias"))
         heads = hf["num_attention_heads"]
@@ -434,7 +405,7 @@ class NativeConfig(ModelConfig):
         if has_llama3_rope:
             rope_scaling = Llama3Rope(**{field: hf[field] for field in LLAMA3_FIELDS})
         head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-        _check_heads(hf, head_dim, source)
+        check_heads(hf, head_dim, source)
         return cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
@@ -452,60 +423,9 @@ class NativeConfig(ModelConfig):
             qk_norm=hf["model_type"] == "qwen3",
             initializer_range=hf.get("initializer_range") or 0.02,
             max_position_embeddings=hf.get("max_position_embeddings"),
+            family=NATIVE[hf["model_type"]],
             hf=content,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class BlocksConfig(ModelConfig):
-    """Of a model that transformers' blocks compute (`blocks`)."""
-
-    @classmethod
-    def read(cls, hf: dict, source: str) -> "BlocksConfig":
-        """Of a config.json, as `ModelConfig.from_hf`."""
-        check_family(hf, source)
-        family = FAMILIES[hf["model_type"]]
-        types = family.listed_types(hf) if family.one_part else None
-        num_layers = len(types) if types is not None else hf.get("num_hidden_layers")
-        inner = family.inner_size(hf)
-        fields = hf | {"num_hidden_layers": num_layers, "intermediate_size": inner}
-        needed = [*INTEGERS, "num_key_value_heads"]
-        if family.state is not None:
-            needed += family.state.fields
-        if family.has_experts(hf):
-            needed += family.experts.sizes(hf)
-        if family.qkv == "latent":
-            needed += LATENT_SIZES
-        _check_numbers(fields, needed, source)
-        _check_layers(hf, family, source)
-        heads = hf["num_attention_heads"]
-        head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
-        key_heads = hf["num_key_value_heads"]
-        if family.qkv == "latent":
-            key_heads = heads  # whatever the field says
-            rotated = hf["qk_rope_head_dim"]
-            if hf.get("head_dim") not in (None, rotated):
-                problem = f"head_dim={hf['head_dim']}: transformers rotates as many, vLLM qk_rope_head_dim={rotated}"
-                raise ConfigError(f"{source}: {problem}: remove head_dim")
-            head_dim = hf["qk_nope_head_dim"] + rotated
-        _check_heads(hf, head_dim, source)
-        padding = hf.get("pad_token_id") or 0
-        if not -hf["vocab_size"] <= padding < hf["vocab_size"]:
-            raise ConfigError(f"{source}: pad_token_id={padding}: expected an id below vocab_size={hf['vocab_size']}")
-        if head_dim > MAX_HEAD_DIM:
-            problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
-            raise ConfigError(f"{source}: {problem}: use a model with smaller heads")
-        return cls(
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=inner,
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            head_dim=head_dim,
-            tie_word_embeddings=hf.get("tie_word_embeddings", hf.get("tie_embedding", family.is_tied)),
-            max_position_embeddings=hf.get("max_position_embeddings"),
-            hf=hf,
+            config_json=content,
         )
 
 
@@ -529,7 +449,7 @@ def _check_value(field: str, supported: Sequence[object], hf: dict, source: str)
         raise ConfigError(f"{source}: {field}={hf.get(field)!r:.80} is not supported; supported: {names}")
 
 
-def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
+def check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
     """ConfigError for a number that is missing, of another type, or not above 0."""
     for field in dict.fromkeys((*INTEGERS, *MORE_INTEGERS, *NUMBERS, *needed)):
         value = hf.get(field)
@@ -545,7 +465,7 @@ def _check_numbers(hf: dict, needed: Sequence[str], source: str) -> None:
             raise ConfigError(f"{source}: {field}={value!r:.80}: expected {expected} above 0")
 
 
-def _check_heads(hf: dict, head_dim: int, source: str) -> None:
+def check_heads(hf: dict, head_dim: int, source: str) -> None:
     """ConfigError for heads that transformers or vLLM refuse when they start."""
     heads = hf["num_attention_heads"]
     key_heads = hf.get("num_key_value_heads") or heads
@@ -555,26 +475,6 @@ def _check_heads(hf: dict, head_dim: int, source: str) -> None:
         raise ConfigError(f"{source}: num_attention_heads={heads} does not divide hidden_size={hf['hidden_size']}")
     if head_dim % 2 or hf.get("qk_rope_head_dim", 0) % 2:
         raise ConfigError(f"{source}: head_dim={head_dim}: expected an even number, whose pairs are rotated")
-
-
-def _check_layers(hf: dict, family: Family, source: str) -> None:
-    """ConfigError for experts or windows that no layer can have."""
-    if family.has_experts(hf):
-        num_experts, per_token, *_ = family.experts.sizes(hf)
-        if hf[per_token] > hf[num_experts]:
-            problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
-            raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
-        if family.experts.dense_first is not None:
-            num_dense = hf.get(*family.experts.dense_first)
-            mlp_types = ["dense"] * num_dense + ["sparse"] * (hf["num_hidden_layers"] - num_dense)
-            if hf.get("mlp_layer_types") not in (None, mlp_types):
-                problem = f"mlp_layer_types={hf['mlp_layer_types']!r:.80} is not that of the other fields"
-                raise ConfigError(f"{source}: {problem}: remove it")
-    if family.windows is not None and family.windows.switch.is_on(hf):
-        size = hf.get("sliding_window")
-        is_size = isinstance(size, int) and size > 0
-        if size is not None and not is_size:
-            raise ConfigError(f"{source}: sliding_window={size!r:.80}: expected int above 0, or null")
 
 
 def _rope_of(hf: dict, source: str) -> dict:
@@ -592,104 +492,3 @@ def _rope_of(hf: dict, source: str) -> dict:
     if ignored and kind in SUPPORTED_VALUES["rope_type"]:
         raise ConfigError(f"{source}: remove {', '.join(ignored)}: no effect with rope_type={kind!r}")
     return given | {"rope_type": kind}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files of this folder that the index names. They may be missing."""
-    single = folder / "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if single.exists() or not index.exists():
-        return [single]
-    file_of_tensor = read_json(index)["weight_map"]
-    names = {Path(name).name for name in file_of_tensor.values()}
-    return [folder / name for name in sorted(names)]
-
-
-def has_experts_together(folder: Path) -> bool:
-    """Whether the folder's files have the experts of a layer in two tensors, under the names of transformers' model.
-    transformers writes such a folder if asked not to write each expert by itself."""
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            if any(name.endswith(".experts.gate_up_proj") for name in file.keys()):
-                return True
-    return False
-
-
-def missing_weights(folder: Path) -> list[str]:
-    """The names of the files with weights that are not there."""
-    return [file.name for file in weight_files(folder) if not file.exists()]
-
-
-def check_weights(
-    folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
-) -> None:
-    """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name in the text model, shape),
-    as floats, and no others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of
-    `model`, which some folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
-    """
-    stored: dict[str, tuple[Path, list[int] | str]] = {}
-    for path in weight_files(folder):
-        with open_weights(path) as file:
-            for name in file.keys():
-                header = file.get_slice(name)
-                stored[name] = path, header.get_shape()
-                if header.get_dtype() not in FLOATS:
-                    stored[name] = path, header.get_dtype()
-    for name, shape in expected:
-        if model is not None:
-            name = model.stored_name(name)
-        path, in_file = stored.pop(name, (folder, "missing"))
-        if in_file != list(shape):
-            raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
-    for name, (path, _) in stored.items():
-        is_ignored = name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
-        if model is not None and (model.only_guesses_tokens(name) or model.is_kept(name)):
-            is_ignored = True
-        if not is_ignored:
-            raise ConfigError(f"{path}: {name} is not in the model that config.json describes")
-
-
-def open_weights(path: Path, framework: str = "numpy") -> safe_open:
-    """An open safetensors file. ConfigError if its header is malformed or does not give the size of the file."""
-    try:
-        return safe_open(path, framework=framework)
-    except (OSError, SafetensorError) as error:
-        fix = "fetch it again (other formats are not read: they can run code)"
-        raise ConfigError(f"{path}: not a readable safetensors file ({error!s:.200}); {fix}") from error
-
-
-def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
-    """The local folder that the value of config key `key` names: a Hugging Face folder, or a hub name `org/model`. What
-    the hub has is fetched, of a model also the `weights`."""
-    folder = Path(name)
-    is_model = key.endswith("model_name")
-    may_be_on_hub = name.count("/") == 1 and not name.startswith((".", "/"))
-    if may_be_on_hub and not os.path.exists(folder):
-        problem = f"{key}: '{name}' is not a local folder"
-        instead = "without network, download it elsewhere and give the folder's path"
-        patterns = ["*.json", "*.jinja"]
-        if is_model and weights:
-            patterns.append("*.safetensors")
-        folder = download(name, patterns, problem, instead)
-    if not os.path.isdir(folder):
-        fix = "give a Hugging Face folder or a hub name org/model"
-        raise DataError(f"{key}: no folder '{name}' (tried {os.path.abspath(name)}): {fix}")
-    config = folder / "config.json"
-    is_adapter = (folder / "adapter_config.json").is_file() and not config.exists()
-    if is_adapter:
-        raise DataError(f"{key}: '{name}' is an adapter: merge it into its base (PEFT: merge_and_unload)")
-    if is_model and not config.is_file():
-        raise DataError(f"{key}: {config}: cannot be read (no such file): give a folder that has one")
-    return folder
-
-
-def read_model_config(
-    folder: Path, overrides: HFConfigOverrides | None = None, *, force_hf: bool = False
-) -> ModelConfig:
-    """The folder's config.json, with `overrides`. ConfigError if the model is not supported. force_hf: as `from_hf`."""
-    hf = read_json(folder / "config.json")
-    if overrides and overrides.max_position_embeddings:
-        text = hf.get("text_config")
-        fields = text if isinstance(text, dict) else hf
-        fields["max_position_embeddings"] = overrides.max_position_embeddings
-    return ModelConfig.from_hf(hf, str(folder / "config.json"), force_hf=force_hf)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from base.hf.folder import check_weights, has_experts_together, open_weights, weight_files
 from base.hf.lora_layers import adapted_layers
-from base.hf.model_config import EMBEDDING, ModelConfig, check_weights, has_experts_together, open_weights, weight_files
+from base.hf.model_config import EMBEDDING, ModelConfig
 from base.system.disk import replace_folder, write_whole
 from base.system.ranks import local_rows, on_rank0
 from config import ConfigError, PolicyConfig

@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING
 import envs
 from base.graders.environments import make_environment, read_results, start_environment
 from base.hf.config_forms import LENGTHS
-from base.hf.families import NATIVE
+from base.hf.family import NATIVE
+from base.hf.folder import check_weights, has_experts_together, missing_weights, read_model_config, resolve_folder
 from base.hf.lora_layers import adapted_layers
-from base.hf.model_config import (
-    ModelConfig,
-    NativeConfig,
-    check_weights,
-    has_experts_together,
-    missing_weights,
-    read_model_config,
-    resolve_folder,
-)
+from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.tokenizer import Tokenizer
 from base.inputs import resume
 from base.inputs.mixing import Mixture

@@ -1,7 +1,7 @@
 """Where the rows of a dataset come from: a file, the Hugging Face hub, or a user's function.
 
-This module owns the dataset presets and reads jsonl, json and parquet; problems.py knows what the fields of a row
-mean. Of a jsonl file only the offset of each line stays in memory; of other forms, the rows.
+This module owns the dataset presets and reads jsonl and json; tables.py reads parquet, and problems.py knows what the
+fields of a row mean. Of a jsonl file only the offset of each line stays in memory; of other forms, the rows.
 """
 
 import os
@@ -11,16 +11,12 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from base.system.files import download, open_file, parse_json, read_bytes
+from base.system.files import open_file, parse_json, read_bytes
 from base.system.users_code import call
 from config import DataError, DatasetConfig
 
-if TYPE_CHECKING:
-    import pyarrow
-
-PARQUET_BRANCH = "refs/convert/parquet"  # here the hub keeps each dataset as SUBSET/SPLIT/0000.parquet, 0001, ...
 GROUND_TRUTH = "reward_model.ground_truth"
 BOM = b"\xef\xbb\xbf"
 SUFFIXES = (".jsonl", ".json", ".parquet")  # a name that ends so is a file, even where there is none
@@ -106,10 +102,13 @@ def open_source(cfg: DatasetConfig) -> Source:
     name = cfg.data_path
     suffix = Path(name).suffix
     is_local = name.startswith((".", "/")) or suffix in SUFFIXES or os.path.exists(name)
-    if not is_local and name.count("/") == 1:
-        return _read_hub(name, cfg)
-    if suffix == ".parquet":
-        return _read_parquet(name, [name])
+    is_on_hub = not is_local and name.count("/") == 1
+    if is_on_hub or suffix == ".parquet":
+        from base.inputs.tables import Table, hub_files  # other forms do without
+
+        files = hub_files(name, cfg) if is_on_hub else [name]
+        table = Table(name, files)
+        return Source(name, range(len(table)), table.read, table.num_bytes)
     with open_file(name) as file:
         start = file.read(4096).removeprefix(BOM).lstrip()
         if not start.startswith(b"["):
@@ -140,78 +139,3 @@ def _read_jsonl(name: str, file: BinaryIO) -> Source:
 def _held(name: str, rows: Sequence[dict]) -> Source:
     """Rows in memory. A read gives a copy, because a processor may change its row."""
     return Source(name, range(len(rows)), lambda number: deepcopy(rows[number]), 0)
-
-
-def _read_parquet(name: str, files: Sequence[str | Path]) -> Source:
-    """The rows of the files, one file after the other; a field that a file lacks is None in its rows."""
-    import pyarrow.parquet  # on demand: only parquet needs it
-
-    for file in files:
-        with open_file(file):  # pyarrow does not say why it cannot open a file
-            pass
-    try:
-        tables = [pyarrow.parquet.read_table(file, memory_map=True) for file in files]
-        table = pyarrow.concat_tables(tables, promote_options="default")
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{name}: cannot be read as parquet ({error})") from error
-
-    def read(number: int) -> dict:
-        one = table.slice(number, 1)
-        try:
-            (row,) = one.to_pylist(maps_as_pydicts="strict")
-        except (KeyError, ValueError, OverflowError, pyarrow.ArrowException):
-            return _readable(one)
-        return row
-
-    # The table stays in its columns: it is far smaller than its rows as dicts.
-    return Source(name, range(len(table)), read, table.nbytes)
-
-
-class TableRow(dict):
-    """A row of a table of which Python cannot hold some columns: to read one of them raises DataError."""
-
-    def __init__(self, values: dict, unreadable: dict[str, str]):
-        super().__init__(values)
-        self.unreadable = unreadable
-
-    def __missing__(self, column: str) -> Any:
-        if column in self.unreadable:
-            raise DataError(self.unreadable[column])
-        raise KeyError(column)
-
-    def get(self, column: str, default: Any = None) -> Any:
-        return self[column] if column in self or column in self.unreadable else default
-
-
-def _readable(one: "pyarrow.Table") -> TableRow:
-    """The only row of a table: nanoseconds, dates out of range and bytes that are no text cannot be values here."""
-    values = {}
-    unreadable = {}
-    for column in one.column_names:
-        try:
-            (values[column],) = one.column(column).to_pylist(maps_as_pydicts="strict")
-        except (KeyError, ValueError, OverflowError) as error:  # ArrowInvalid is a ValueError
-            unreadable[column] = f"column {column!r} cannot be read ({error}): convert it, or name another key"
-    return TableRow(values, unreadable)
-
-
-def _read_hub(name: str, cfg: DatasetConfig) -> Source:
-    """The rows of a dataset of the hub, one subset after the other, from the hub's own parquet copy of it."""
-    instead = "or download it elsewhere and give its file: data_path=FILE, .jsonl, .json or .parquet"
-    subsets = ["default"]
-    if cfg.subset:
-        subsets = [subset or "default" for subset in cfg.subset.split("+")]
-    folders = [f"{subset}/{cfg.split or 'train'}" for subset in subsets]
-    patterns = [f"{folder}/*.parquet" for folder in folders]
-    problem = f"data_path: '{name}' is not a local file"
-    copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
-    files = []
-    for folder in folders:
-        files_of_folder = sorted(copy.glob(f"{folder}/*.parquet"))
-        if not files_of_folder:
-            raise DataError(
-                f"data_path: '{name}' has no {folder} in the hub's parquet copy of it (branch {PARQUET_BRANCH}): set "
-                f"subset and split to a folder that is there, {instead}"
-            )
-        files += files_of_folder
-    return _read_parquet(name, files)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from base.hf.families import HAS_FLA, Mamba, ShortConv
+from base.hf.layers import HAS_FLA, Mamba, ShortConv
 from base.hf.lora_layers import factor_shapes, router_endings
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs

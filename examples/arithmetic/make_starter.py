@@ -22,9 +22,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from attention import PackLayout
 from base.hf import tokenizer as hf_tokenizer
+from base.hf.folder import from_hf
 from base.hf.weights import save_hf
 from examples.arithmetic.make_problems import draw_problems, needs_carry, sum_without_carry
-from model import Decoder, ModelConfig
+from model import Decoder
 
 FORGET_SHARE = 0.6
 NUM_STEPS, BATCH_SIZE, WARMUP_STEPS, SEED = 1500, 64, 100, 0
@@ -176,7 +177,7 @@ def pack_of(sequences: list[tuple[list[int], list[int]]]) -> dict:
 
 def train(tokenizer: hf_tokenizer.Tokenizer, pairs: list[tuple[int, int]]) -> Decoder:
     """AdamW with a cosine schedule on the negative log-likelihood of the taught answers. Weights float32."""
-    model = Decoder(ModelConfig.from_hf(MODEL_CONFIG))
+    model = Decoder(from_hf(MODEL_CONFIG))
     init_weights(model, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
     rng = random.Random(SEED)

@@ -14,7 +14,7 @@ from hf_folders import QWEN2
 import config
 from base.check import preflight, rules, summary
 from base.check.preflight import check
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.inputs import reader, run_inputs
 from base.inputs.run_inputs import check_fits, check_reward_names, read_inputs, start_environments
 from config import ConfigError
@@ -22,7 +22,7 @@ from config import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 
 SIZES = dict(hidden_size=96, intermediate_size=96, num_attention_heads=12, vocab_size=100, max_position_embeddings=64)
-MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "llama", **SIZES})  # 2 key heads
+MODEL = from_hf({**QWEN2, "model_type": "llama", **SIZES})  # 2 key heads
 
 
 def fits(tmp_path, model=MODEL, *, length=64, tensor=1, vocab_size=100, stop_token_ids=None):

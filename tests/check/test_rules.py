@@ -109,6 +109,12 @@ def test_a_key_is_refused_if_and_only_if_the_token_loss_does_not_read_it(token_l
     assert refused == ([] if is_read else [f"loss_fn.{key}"])
 
 
+def test_some_reward_has_a_weight():
+    gdpo = ("grpo.adv_estimator.name=gdpo", "grpo.adv_estimator.reward_weights=[0, 0]")
+    [problem] = problems_of(SMOKE, 1, *gdpo)
+    assert problem.startswith("grpo.adv_estimator.reward_weights=[0.0, 0.0] and grpo.adv_estimator.name=gdpo: ")
+
+
 def test_time_to_save_by():
     """90,061 s are a day, an hour, a minute and a second."""
     assert must_save_by_seconds(CheckpointingConfig(checkpoint_must_save_by="1:01:01:01")) == 90_061

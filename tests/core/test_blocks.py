@@ -12,9 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from attention import PackLayout
-from base.hf.families import FAMILIES, NATIVE, VECTORS, WHOLE, DeltaNet
+from base.hf.families import FAMILIES, WHOLE
+from base.hf.family import NATIVE
+from base.hf.folder import check_weights, from_hf, has_experts_together, read_model_config
+from base.hf.layers import VECTORS, DeltaNet
 from base.hf.lora_layers import adapted_layers, factor_shapes
-from base.hf.model_config import ModelConfig, check_weights, has_experts_together, read_model_config
 from base.hf.weights import checkpoint_views, full_tensors, save_hf
 from base.system.ranks import start_process_group
 from config import ConfigError, LoRAConfig
@@ -107,7 +109,7 @@ def test_packs_shared_prompts_and_gradients_equal_transformers(family, tmp_path)
 
 @pytest.mark.parametrize("family", TABLE)
 def test_no_sequence_sees_another(family):
-    model = Decoder(ModelConfig.from_hf(hf_config(family).to_dict(), force_hf=True))
+    model = Decoder(from_hf(hf_config(family).to_dict(), force_hf=True))
     model.model.init_buffers(CPU)
     tokens_S, prefix_S = segments()
     lengths = [len(tokens) for tokens in tokens_S]
@@ -134,7 +136,7 @@ def test_the_shapes_of_weights_are_those_of_transformers(family):
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
     fields = config.to_diff_dict() | {"architectures": [type(hf_model).__name__]}
-    model = ModelConfig.from_hf(fields, force_hf=True)
+    model = from_hf(fields, force_hf=True)
     assert {model.stored_name(name): shape for name, shape in model.tensor_shapes()} == expected
 
 
@@ -157,11 +159,11 @@ def test_windows_are_those_that_transformers_asks_for(family, layer_types, monke
         fields |= {"layer_types": None, "no_rope_layers": 7 * [0], "num_hidden_layers": 7}
     config = hf_config(family, **fields)
     given = config.to_dict() | fields
-    model = Decoder(ModelConfig.from_hf(config.to_dict(), force_hf=True))
+    model = Decoder(from_hf(config.to_dict(), force_hf=True))
     model.model.init_buffers(CPU)
     with torch.no_grad():
         model(*packed([draw(9, 0)], np.array([-1])))
-    assert seen == ModelConfig.from_hf(given, force_hf=True).windows and 6 in seen
+    assert seen == from_hf(given, force_hf=True).windows and 6 in seen
 
 
 # ------------------------------------------------------------------------------------------- beside the native decoder
@@ -312,7 +314,7 @@ def test_views_of_experts_are_what_transformers_writes(family):
     from transformers.core_model_loading import revert_weight_conversion
 
     hf_model = make_family(family)
-    model = Decoder(ModelConfig.from_hf(hf_model.config.to_dict()))
+    model = Decoder(from_hf(hf_model.config.to_dict()))
     expected = revert_weight_conversion(hf_model, dict(hf_model.state_dict()))
     found = {}
     for name, tensor in hf_model.state_dict().items():
@@ -400,7 +402,7 @@ def test_routers_are_frozen_and_in_float32(tmp_path, one_rank):
 
 def test_metrics_of_experts(tmp_path):
     """Three of four tokens to expert 5, the others spread evenly."""
-    model = Decoder(ModelConfig.from_hf(hf_config("mixtral").to_dict()))
+    model = Decoder(from_hf(hf_config("mixtral").to_dict()))
     for router in model.model.routers:
         expert_TA = torch.tensor([[5, 0], [5, 1], [5, 2], [3, 4]])
         for hook in router._forward_hooks.values():
@@ -414,7 +416,7 @@ def test_metrics_of_experts(tmp_path):
 
 def test_r10_metrics_of_experts_are_of_the_tokens_of_all_ranks(monkeypatch):
     """Each of two ranks leaves two of four experts alone, the others'. vLLM#22167."""
-    model = Decoder(ModelConfig.from_hf(hf_config("mixtral").to_dict()))
+    model = Decoder(from_hf(hf_config("mixtral").to_dict()))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda count_LE: count_LE.add_(torch.tensor([0, 0, 2, 6, 0, 0, 0, 0])))
     for router in model.model.routers:

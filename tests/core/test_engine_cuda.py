@@ -18,7 +18,7 @@ import config
 import engine as engine_module
 import envs
 import grpo
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import sync_weights
 from base.plan.memory_plan import Plan

@@ -11,8 +11,9 @@ from tiny import VOCAB_SIZE, make_tiny
 
 import config
 import engine as engine_module
-from base.hf.families import FAMILIES, NATIVE, WHOLE
-from base.hf.model_config import ModelConfig
+from base.hf.families import FAMILIES, WHOLE
+from base.hf.family import NATIVE
+from base.hf.folder import from_hf
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
 from base.system.ranks import start_process_group
@@ -140,12 +141,12 @@ def test_every_parameter_of_transformers_blocks_reaches_the_engine(family, tmp_p
 
 
 def test_experts_that_vllm_does_not_compute_on_a_cpu():
-    config = ModelConfig.from_hf(hf_config("qwen3_moe", hidden_size=72).to_dict())
+    config = from_hf(hf_config("qwen3_moe", hidden_size=72).to_dict())
     with pytest.raises(ConfigError, match=r"policy\.model_name: hidden_size=72: .* multiples of 32: use another"):
         check_cpu_sizes(config, "cpu")
     check_cpu_sizes(config, "cuda")
-    check_cpu_sizes(ModelConfig.from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
-    check_cpu_sizes(ModelConfig.from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
+    check_cpu_sizes(from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
+    check_cpu_sizes(from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
 
 
 @pytest.mark.slow  # asks the real vLLM
@@ -154,7 +155,7 @@ def test_heads_that_vllm_does_not_compute_on_a_cpu_are_an_error(size, is_compute
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert (size in CPUAttentionBackend.get_supported_head_sizes()) == is_computed
-    config = ModelConfig.from_hf(hf_config("mistral", head_dim=size).to_dict())
+    config = from_hf(hf_config("mistral", head_dim=size).to_dict())
     check_cpu_sizes(config, "cuda")
     if is_computed:
         check_cpu_sizes(config, "cpu")

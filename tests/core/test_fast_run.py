@@ -21,7 +21,7 @@ import engine as engine_module
 import eval as eval_module
 import grpo
 import rollout
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from model import load_policy

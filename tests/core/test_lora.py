@@ -8,7 +8,7 @@ from hf_folders import FAMILIES, LENGTHS, make_hf_folder, make_pack, response_ro
 from torch.func import functional_call
 
 import lora as lora_module
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
 from config import LoRAConfig
 from head import HeadOptions, response_logps
@@ -165,9 +165,7 @@ def test_the_reference_is_the_base_without_a_copy_of_it(folders, one_rank):
 @pytest.mark.parametrize("init", ["xavier", "uniform"])
 def test_how_adapters_start(init):
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = ModelConfig.from_hf(
-        {"model_type": "qwen2", "hidden_act": "silu", "vocab_size": 9, "rms_norm_eps": 1e-6} | shape
-    )
+    config = from_hf({"model_type": "qwen2", "hidden_act": "silu", "vocab_size": 9, "rms_norm_eps": 1e-6} | shape)
     drawn = []
     for seed in (1, 1, 2):
         model = Decoder(config)

@@ -22,10 +22,11 @@ from samples import groups_that_share_prompts
 from torch.distributed.device_mesh import init_device_mesh
 
 import model as model_module
+from base.hf.folder import from_hf
 from base.hf.weights import full_tensors, load_weights, save_hf
 from base.system.ranks import start_process_group
 from head import HeadOptions, response_logps
-from model import ModelConfig, load_policy
+from model import load_policy
 from pack import assign_to_ranks, pack_samples, rows_of, to_device
 
 
@@ -208,7 +209,7 @@ def test_bfloat16_norm_and_rope_round_once():
     expected_TD = wide_TD / (wide_TD.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight_D.double()
     assert norm(x_TD).dtype == torch.bfloat16 and equal_share(norm(x_TD), expected_TD) >= 0.99
 
-    config, position_T = ModelConfig.from_hf(QWEN2), torch.arange(300)
+    config, position_T = from_hf(QWEN2), torch.arange(300)
     x_TNH = torch.randn(300, 2, config.head_dim, generator=generator).bfloat16()
     even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     angle_T1H = position_T.double()[:, None, None] * config.rope_theta ** (-even_H / config.head_dim)

@@ -20,7 +20,7 @@ import config
 from attention import PackLayout
 from base.check import summary
 from base.hf.families import FAMILIES
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors, local_shard, sharded_parameters
 from base.inputs.run_inputs import read_policy_config

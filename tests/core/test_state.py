@@ -14,8 +14,9 @@ from test_blocks import CPU, draw, packed, segments
 
 import state
 from attention import PackLayout
-from base.hf.families import FAMILIES, VECTORS
-from base.hf.model_config import ModelConfig, read_model_config
+from base.hf.families import FAMILIES
+from base.hf.folder import from_hf, read_model_config
+from base.hf.layers import VECTORS
 from base.hf.weights import full_tensors
 from base.inputs.run_inputs import read_policy_config
 from config import AsyncGRPOConfig, Config, ConfigError, GRPOConfig, OptimizerConfig
@@ -255,7 +256,7 @@ def test_a_run_that_keeps_states_of_older_weights_is_refused(tmp_path):
 def test_attention_is_in_some_layers_only():
     """Worked out by hand: of four layers one has attention, of 10 * 11 / 2 pairs; three have a state."""
     fields = {"num_hidden_layers": 4, "layer_types": None}
-    model = ModelConfig.from_hf(hf_config("qwen3_5_text").to_dict() | fields)
+    model = from_hf(hf_config("qwen3_5_text").to_dict() | fields)
     assert [parts[0] for parts in model.layers] == ["state", "state", "state", "attention"]
     assert model.attention_pairs(10) == 55
     # A convolution of 4 rows over 2 * 2 * 32 + 4 * 32 channels; three products with four states of 32 x 32.
@@ -281,4 +282,4 @@ def test_which_layers_have_a_state(family, fields, expected):
     if family == "nemotron_h":
         fields |= {"num_hidden_layers": 4}
     fields.pop("time_step_limit", None)
-    assert [parts[0] for parts in ModelConfig.from_hf(fields).layers] == expected
+    assert [parts[0] for parts in from_hf(fields).layers] == expected

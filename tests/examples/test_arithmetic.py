@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.hf.folder import from_hf
 from base.hf.tokenizer import Tokenizer
 from examples.arithmetic import make_problems, make_starter
-from model import Decoder, ModelConfig, load_policy
+from model import Decoder, load_policy
 
 HERE = Path(make_problems.__file__).parent
 STARTER = HERE / "starter"
@@ -77,7 +78,7 @@ def test_configs_and_tokenizer_are_what_the_script_writes(tmp_path):
 
 
 def test_agents3_2_a_step_of_make_starter_descends(tokenizer):
-    model = Decoder(ModelConfig.from_hf(make_starter.MODEL_CONFIG))
+    model = Decoder(from_hf(make_starter.MODEL_CONFIG))
     make_starter.init_weights(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     batch = make_starter.draw_batch(random.Random(0), tokenizer, [(37, 48), (12, 34)])

@@ -26,7 +26,7 @@ from small_run import ROOT, arguments, write_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.house]  # each fork is a process that trains
 FOLDER = ROOT / "examples" / "forks"
-RULES = "base/check/contradictions.py"
+RULES = "base/check/contradictions.yaml"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 EDITS = yaml.safe_load(Path(__file__).with_name("edits.yaml").read_text(encoding="utf-8"))
 NAMES = sorted(file.stem for file in FOLDER.glob("*.diff"))

@@ -15,7 +15,7 @@ import records
 from base.agents.endpoint import Endpoint
 from base.agents.environment import Agent
 from base.agents.parser import Parsed
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from engine import VLLMEngine

@@ -15,7 +15,7 @@ from small_run import STARTER
 
 import envs
 import grpo
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.inputs import run_inputs
 from run import build

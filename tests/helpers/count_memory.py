@@ -21,7 +21,8 @@ import attention
 import grpo
 import state
 from attention import PackLayout
-from base.hf.families import DELTA_CHUNK
+from base.hf.folder import from_hf
+from base.hf.layers import DELTA_CHUNK
 from base.hf.model_config import ModelConfig
 from base.hf.weights import full_tensors
 from base.plan import memory_plan
@@ -107,7 +108,7 @@ def model_config(family="qwen3", tied=False, **sizes) -> ModelConfig:
     hf = {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
     if family == "qwen3_moe":
         hf |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    return ModelConfig.from_hf(hf | SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 32} | sizes)
+    return from_hf(hf | SIZES | {"vocab_size": 4096, "num_hidden_layers": 2, "head_dim": 32} | sizes)
 
 
 def run_config(precision="bfloat16", recompute=True, lora=False, **policy) -> Config:

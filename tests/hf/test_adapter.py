@@ -9,7 +9,7 @@ from hf_folders import LENGTHS, make_pack
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_tiny
 
-from base.hf.model_config import read_model_config, resolve_folder
+from base.hf.folder import read_model_config, resolve_folder
 from base.hf.weights import adapter_config, save_adapter, save_hf
 from config import ConfigError, DTensorConfig, LoRAConfig, PolicyConfig
 from gap import check_canary

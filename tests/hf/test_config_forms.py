@@ -14,7 +14,8 @@ from hf_folders import FAMILIES, QWEN2
 from transformers import AutoConfig
 
 from base.hf import families
-from base.hf.model_config import ModelConfig, NativeConfig
+from base.hf.folder import from_hf
+from base.hf.model_config import NativeConfig
 from base.hf.tokenizer import Tokenizer
 from config import ConfigError
 
@@ -101,9 +102,9 @@ def test_the_forms_are_those_of_transformers():
 def test_red_team4_m5_a_field_of_another_form_is_named(fields):
     (name,) = fields
     for config in (QWEN2, QWEN2 | {"model_type": "mistral"}):
-        ModelConfig.from_hf(config)
+        from_hf(config)
         with pytest.raises(ConfigError, match=f"^config.json: .*{name}"):
-            ModelConfig.from_hf(config | fields)
+            from_hf(config | fields)
 
 
 @pytest.mark.parametrize(
@@ -144,19 +145,19 @@ def test_files_beside_config_json(file, fields, tmp_path):
 def test_a_null_that_a_class_of_transformers_does_not_take():
     llama = QWEN2 | {"model_type": "llama"}
     with pytest.raises(ConfigError, match="attention_bias=None: expected bool"):
-        ModelConfig.from_hf(llama | {"attention_bias": None})
-    ModelConfig.from_hf(llama | {"head_dim": None, "pad_token_id": None, "layer_types": None})
+        from_hf(llama | {"attention_bias": None})
+    from_hf(llama | {"head_dim": None, "pad_token_id": None, "layer_types": None})
 
 
 def test_what_is_accepted_builds():
     rng = random.Random(58)
     num_built = 0
     for config in configs():
-        ModelConfig.from_hf(config)
+        from_hf(config)
     for config in rng.choices(configs(), k=NUM_MUTANTS):
         config = mutant(rng, config)
         try:
-            model = ModelConfig.from_hf(config)
+            model = from_hf(config)
         except ConfigError as error:
             assert "\n" not in str(error)
             continue

@@ -7,13 +7,13 @@ from families import hf_config
 from hf_folders import QWEN2
 
 from base.hf import families
+from base.hf.folder import from_hf
 from base.hf.lora_layers import adapted_layers
-from base.hf.model_config import ModelConfig
 from base.plan.memory_plan import Plan
 from config import Config, ConfigError, LoRAConfig
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4, num_key_value_heads=1)
-MODEL = ModelConfig.from_hf({**QWEN2, "model_type": "qwen3", **SIZES})
+MODEL = from_hf({**QWEN2, "model_type": "qwen3", **SIZES})
 NAMES = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 NAMES += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 SECTION = "policy.dtensor_cfg.lora_cfg"
@@ -86,7 +86,7 @@ def test_a_routers_name_is_said_once(monkeypatch):
     name = "mlp.chooser.weight"
     renamed = replace(row, experts=replace(row.experts, router=families.Names(name, name, name)))
     monkeypatch.setitem(families.FAMILIES, "qwen3_moe", renamed)
-    model = ModelConfig.from_hf(hf_config("qwen3_moe").to_dict())
+    model = from_hf(hf_config("qwen3_moe").to_dict())
     names = [shape_name for shape_name, _ in model.tensor_shapes()]
     assert "model.layers.1.mlp.chooser.weight" in names
     assert not any("chooser" in layer for layer in adapted_layers(model, LoRAConfig(enabled=True, dim=4)))

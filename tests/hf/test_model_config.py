@@ -10,7 +10,7 @@ from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
 from base.hf import families
-from base.hf.model_config import ModelConfig, check_weights, read_model_config, weight_files
+from base.hf.folder import check_weights, from_hf, read_model_config, weight_files
 from config import ConfigError, HFConfigOverrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,14 +34,14 @@ LLAMA |= dict(intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 )
 def test_each_field_is_of_its_type(change, named):
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_hf({**LLAMA, **change}, "folder/config.json")
+        from_hf({**LLAMA, **change}, "folder/config.json")
     assert str(error.value).startswith(f"folder/config.json: {named}")
 
 
 def test_good_numbers_are_taken():
-    assert ModelConfig.from_hf(LLAMA).max_position_embeddings is None
+    assert from_hf(LLAMA).max_position_embeddings is None
     numbers = {"num_key_value_heads": 2, "head_dim": 10, "rope_theta": 500_000, "max_position_embeddings": 128}
-    config = ModelConfig.from_hf({**LLAMA, **numbers, "rope_scaling": LLAMA3, "layer_types": ["full_attention"] * 2})
+    config = from_hf({**LLAMA, **numbers, "rope_scaling": LLAMA3, "layer_types": ["full_attention"] * 2})
     assert numbers == {name: getattr(config, name) for name in numbers} and config.rope_scaling.factor == 8
 
 
@@ -157,9 +157,9 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
 def test_unsupported_configs_name_the_field(change, message):
-    ModelConfig.from_hf(QWEN2)
+    from_hf(QWEN2)
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_hf({**QWEN2, **change}, "folder/config.json")
+        from_hf({**QWEN2, **change}, "folder/config.json")
     assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
 
 
@@ -214,9 +214,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_other_families_are_refused_by_their_model_type_first(change, message):
-    ModelConfig.from_hf(OTHER_FAMILY)
+    from_hf(OTHER_FAMILY)
     with pytest.raises(ConfigError) as error:
-        ModelConfig.from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
+        from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
     assert str(error.value).startswith("folder/config.json: ") and message in str(error.value)
 
 
@@ -225,12 +225,12 @@ def test_each_refusal_names_a_way_out(field):
     """As --check does, which loads no torch (tests/test_layout.py)."""
     change = {field: 1.0} if field in families.ABSENT else {"model_type": field}
     with pytest.raises(ConfigError, match=r"^folder/config\.json: .*: use (an?|one) \w+"):
-        ModelConfig.from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
+        from_hf({**OTHER_FAMILY, **change}, "folder/config.json")
 
 
 def test_what_changes_nothing_is_taken():
     """What real folders have: Qwen's window that is switched off, the dropout of training, two equal rope settings."""
-    plain = ModelConfig.from_hf(QWEN2)
+    plain = from_hf(QWEN2)
     for fields in (
         dict(use_sliding_window=False, sliding_window=4096, max_window_layers=28),
         dict(attention_dropout=0.0, pretraining_tp=2, use_cache=False, torch_dtype="bfloat16", _name_or_path="x"),
@@ -238,19 +238,19 @@ def test_what_changes_nothing_is_taken():
         dict(rope_scaling={"rope_type": "default"}, rope_parameters={"rope_type": "default"}),
         dict(rope_parameters={"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 1.0}),
     ):
-        assert ModelConfig.from_hf({**QWEN2, **fields}) == plain, fields
+        assert from_hf({**QWEN2, **fields}) == plain, fields
 
 
 def test_both_forms_of_config_json_mean_the_same():
     old = {**QWEN2, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3}
     new = {**QWEN2, "model_type": "llama", "rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
     del new["rope_theta"]
-    config = ModelConfig.from_hf(old)
-    assert config == ModelConfig.from_hf(new)
+    config = from_hf(old)
+    assert config == from_hf(new)
     assert (config.rope_theta, config.rope_scaling.factor, config.head_dim) == (5e5, 8.0, 12)
     assert (config.qkv_bias, config.o_bias, config.qk_norm, config.tie_word_embeddings) == (False,) * 4
-    assert ModelConfig.from_hf({**old, "head_dim": 20}).head_dim == 20
-    assert ModelConfig.from_hf({**QWEN2, "rope_scaling": {"type": "default"}}) == ModelConfig.from_hf(QWEN2)
+    assert from_hf({**old, "head_dim": 20}).head_dim == 20
+    assert from_hf({**QWEN2, "rope_scaling": {"type": "default"}}) == from_hf(QWEN2)
 
 
 def test_an_override_of_config_json(tmp_path):
@@ -268,11 +268,11 @@ def test_an_override_of_config_json(tmp_path):
 @pytest.mark.parametrize("value", [1, True, 1.5, [[1]], [1], [None]])
 def test_red_team4_m4_a_field_of_another_form_is_named(field, value, force_hf):
     with pytest.raises(ConfigError, match=f"{field}="):
-        ModelConfig.from_hf(QWEN2 | {field: value}, force_hf=force_hf)
+        from_hf(QWEN2 | {field: value}, force_hf=force_hf)
 
 
 @pytest.mark.parametrize("force_hf", [False, True])
 @pytest.mark.parametrize("value", [1, True, 1.5, "full_attention", {"0": "full_attention"}, [[]], [1]])
 def test_layer_types_of_another_form_are_named(value, force_hf):
     with pytest.raises(ConfigError, match="layer_types"):
-        ModelConfig.from_hf(QWEN2 | {"layer_types": value}, force_hf=force_hf)
+        from_hf(QWEN2 | {"layer_types": value}, force_hf=force_hf)

@@ -8,7 +8,7 @@ from hf_folders import FAMILIES, LENGTHS, hf_from_pretrained, make_hf_folder, ma
 from safetensors.torch import load_file, save_file
 
 from base.hf import weights
-from base.hf.model_config import check_weights, read_model_config
+from base.hf.folder import check_weights, read_model_config
 from base.hf.weights import full_tensors, save_hf
 from config import ConfigError
 from model import load_policy

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from base.check.summary import notes
 from base.hf import weights
 from base.hf.families import WHOLE
+from base.hf.folder import from_hf, read_model_config
 from base.hf.lora_layers import adapted_layers
-from base.hf.model_config import ModelConfig, read_model_config
 from base.hf.weights import adapter_config, save_adapter, save_hf
 from config import Config, ConfigError, DTensorConfig, HFConfigOverrides, LoRAConfig, PolicyConfig
 from model import load_policy
@@ -126,7 +126,7 @@ def test_a_text_config_that_says_only_what_differs_from_the_defaults():
     """That of Gemma 3 4B has neither vocabulary nor heads."""
     fields = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
     fields |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
-    config = ModelConfig.from_hf({"model_type": "gemma3", "text_config": fields, "vision_config": {}})
+    config = from_hf({"model_type": "gemma3", "text_config": fields, "vision_config": {}})
     from transformers import AutoConfig
 
     expected = AutoConfig.for_model("gemma3", text_config=fields).text_config

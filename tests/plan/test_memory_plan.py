@@ -34,7 +34,7 @@ import attention
 from base.check import memory_fit
 from base.check.rules import check_config
 from base.hf.families import FAMILIES
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.inputs import reader
 from base.plan.gpus import GIB
 from base.plan.memory_plan import Plan, count, rounded_up
@@ -175,10 +175,10 @@ def test_what_a_block_of_transformers_keeps_on_cuda(name, monkeypatch):
     monkeypatch.setattr(attention, "uses_flash_attention", lambda *_: True)
     patch_delta_rule(monkeypatch)
     hf, num_parameters = OF_TRANSFORMERS[name]
-    plan = Plan(run_config(), ModelConfig.from_hf(hf), 32_000, 1)
+    plan = Plan(run_config(), from_hf(hf), 32_000, 1)
     assert count(plan.shapes) == num_parameters
     few = plan.model.hf | FEW_LAYERS | FEW_OF.get(name, {})
-    assert_blocks_keep(Plan(run_config(), ModelConfig.from_hf(few), 64, 1), rel=0.01)
+    assert_blocks_keep(Plan(run_config(), from_hf(few), 64, 1), rel=0.01)
 
 
 def assert_blocks_keep(plan, rel):
@@ -200,7 +200,7 @@ def test_what_a_block_of_each_family_keeps_on_cuda(family, monkeypatch):
     sizes |= {"moe_shared_expert_intermediate_size": 384, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024}
     hf = hf_config(family, **sizes).to_dict()
     hf.pop("time_step_limit", None)
-    plan = Plan(run_config(compile=False), ModelConfig.from_hf(hf, force_hf=True), 64, 1)
+    plan = Plan(run_config(compile=False), from_hf(hf, force_hf=True), 64, 1)
     assert_blocks_keep(plan, rel=0.025)
 
 
@@ -230,7 +230,7 @@ def test_a_step_at_full_size(name):
 @ranks(1, seconds=600)
 def step_at_full_size(name):
     num_gpus, keys = AT_FULL_SIZE[name]
-    model = ModelConfig.from_hf(OF_TRANSFORMERS[name][0])
+    model = from_hf(OF_TRANSFORMERS[name][0])
     torch.distributed.init_process_group("fake", rank=0, world_size=num_gpus, store=FakeStore())
     mesh = init_device_mesh("cpu", (num_gpus,))
     cfg = run_config(**keys, sequence_packing=SequencePackingConfig(train_mb_tokens=8192))
@@ -249,7 +249,7 @@ def step_at_full_size(name):
     ],
 )
 def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
-    model = ModelConfig.from_hf(OF_TRANSFORMERS[name][0])
+    model = from_hf(OF_TRANSFORMERS[name][0])
     cfg = reader.load(ROOT / "configs" / file, [])
     plan = Plan(cfg, model, model.vocab_size, num_gpus, 79.2 * GIB)
     assert plan.lacking() <= 0

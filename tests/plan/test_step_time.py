@@ -6,7 +6,7 @@ import pytest
 from real_models import GEMMA3_1B, QWEN3_30B_A3B
 
 from base.check import memory_fit
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from base.plan import gpus
 from base.plan.step_time import Step, checkpoint_bytes, disk_line, phase_seconds, seconds_between_replicas, time_line
 from bench.fits import GPUS, RECIPE, base_plan, cell
@@ -52,7 +52,7 @@ def test_of_experts_only_those_that_a_token_meets_are_computed(plan):
     cache for room."""
     flops, memory, link = 0.35 * 989.5e12, 0.8 * 3350e9, 0.8 * 450e9
     large = replace(plan, gpu_bytes=200 * 2**30).with_packs(32_768)
-    experts = replace(large, model=ModelConfig.from_hf(QWEN3_30B_A3B))
+    experts = replace(large, model=from_hf(QWEN3_30B_A3B))
     attention = 4 * 32 * 128 * 48 * 461 / 2
     head = 151_936 * 2048
     found = phase_seconds(experts, H100, RECIPE)
@@ -60,7 +60,7 @@ def test_of_experts_only_those_that_a_token_meets_are_computed(plan):
     read = 768 * (2 * (29_909_790_720 + head) / memory + 0.003) + 64 * 98_304 * 300 * 460 / memory
     assert found["generate"] == pytest.approx(read + 2 * (2_730_491_904 + head) * 64 * 310 / flops)
     assert found["sync"] == pytest.approx(2 * 30_532_122_624 * (1 / link + 1 / memory))
-    near = replace(large, model=ModelConfig.from_hf(GEMMA3_1B | {"sliding_window": 8}))
+    near = replace(large, model=from_hf(GEMMA3_1B | {"sliding_window": 8}))
     pairs = (4 * 460 * 461 / 2 + 22 * (8 * 9 / 2 + 452 * 8)) / 460
     weights = 26 * 26_836_992 + 262_144 * 1152
     found = phase_seconds(near, H100, RECIPE)

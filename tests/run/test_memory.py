@@ -19,7 +19,7 @@ import eval as eval_module
 import grpo
 import rollout
 from base.check.memory_fit import changed
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.inputs import reader
 from base.plan.gpus import GIB
 from base.plan.memory_plan import CONTEXT, Plan

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import envs
 from base.graders.reward_function import RewardFunction
-from base.hf.model_config import read_model_config
+from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from base.inputs.run_inputs import read_reward_model

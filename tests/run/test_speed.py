@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import config
 import grpo
 from attention import PackLayout
-from base.hf.model_config import ModelConfig
+from base.hf.folder import from_hf
 from head import HeadOptions, LossOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
@@ -33,7 +33,7 @@ SCORES = 2 * 2 * 3  # of a pair, a head and one of its dims: q k and p v; with t
 
 def model_of(family):
     fields = SIZES | FAMILIES[family] | {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6}
-    model = Decoder(ModelConfig.from_hf(fields))
+    model = Decoder(from_hf(fields))
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         param.data.normal_(0, 0.1, generator=generator)
@@ -133,7 +133,7 @@ def test_a_token_meets_eight_experts_of_128_worked_out_by_hand():
     weights = 48 * (attention + experts + router)
     assert weights == 2_730_491_904  # with the embedding or the head, the 3 billion of its name
     seen = 12 * 32 * 128 * 48 * (1000 * 1001 // 2)
-    assert train_flops(ModelConfig.from_hf(QWEN3_30B_A3B), [micro_of(1000, 0, 0)]) == 6 * weights * 1000 + seen
+    assert train_flops(from_hf(QWEN3_30B_A3B), [micro_of(1000, 0, 0)]) == 6 * weights * 1000 + seen
 
 
 def test_a_window_bounds_attention_worked_out_by_hand():
@@ -141,13 +141,13 @@ def test_a_window_bounds_attention_worked_out_by_hand():
     weights = 26 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912)
     seen = 4 * 1000 * 1001 // 2 + 22 * (512 * 513 // 2 + 488 * 512)
     flops = 6 * weights * 1000 + 12 * 4 * 256 * seen
-    assert train_flops(ModelConfig.from_hf(GEMMA3_1B), [micro_of(1000, 0, 0)]) == flops
+    assert train_flops(from_hf(GEMMA3_1B), [micro_of(1000, 0, 0)]) == flops
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 12, 40])
 def test_a_window_reaches_into_the_prefix(window):
     """Against a count, one by one, of a prompt of 10 tokens and two responses."""
-    one = ModelConfig.from_hf(GEMMA3_1B | {"num_hidden_layers": 1, "sliding_window": window})
+    one = from_hf(GEMMA3_1B | {"num_hidden_layers": 1, "sliding_window": window})
     micro = replace(micro_of(17, 0, 0), cu_seqlens=np.int32([0, 10, 15, 17]), prefix_S=np.array([-1, 0, 0]))
     seen = sum(min(position + 1, window) for position in (*range(10), *range(10, 15), *range(10, 12)))
     matrices = 6 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912) * 17
@@ -155,7 +155,7 @@ def test_a_window_reaches_into_the_prefix(window):
 
 
 def test_int32_bounds_do_not_overflow():
-    model = ModelConfig.from_hf(QWEN3_8B)
+    model = from_hf(QWEN3_8B)
     length = 131_072
     pairs_of_attention = 12 * 32 * 128 * 36 * (length * (length + 1) // 2)
     blocks = 6 * 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12_288)
@@ -172,7 +172,7 @@ NAMES_OF_NEMO = """samples_per_sec tokens_per_sec samples_per_sec_per_gpu tokens
 
 
 def numbers(minibatches, precision="bfloat16", **policy):
-    model = ModelConfig.from_hf(QWEN3_8B)
+    model = from_hf(QWEN3_8B)
     return performance_metrics(TRAIN, SECONDS, minibatches, model, config.PolicyConfig(precision=precision, **policy))
 
 
@@ -196,7 +196,7 @@ def test_rates_of_a_split_job_are_by_the_gpus_at_work(two_ranks_of_one):
 def test_rates_of_a_step_by_hand(two_ranks_of_one):
     minibatches = [Minibatch([micro_of(64), micro_of(32)], 96), Minibatch([micro_of(128, 100, 10)], 128)]
     minibatches[0].micros[0].ref_logp_R = torch.zeros(64)
-    flops = 3 * train_flops(ModelConfig.from_hf(QWEN3_8B), [m for minibatch in minibatches for m in minibatch.micros])
+    flops = 3 * train_flops(from_hf(QWEN3_8B), [m for minibatch in minibatches for m in minibatch.micros])
     assert not any("logprobs" in name for name in numbers([Minibatch([micro_of(64)], 64)])), "nothing was scored"
     assert numbers(minibatches, ppo_epochs=3) == {
         "performance/tokens_per_sec": 300.0,
