@@ -16,6 +16,7 @@ Dims, beside those of grpo.py: M the keys of all segments, one after another; M 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,27 @@ from base.system.ranks import on_device
 VARLEN_GQA = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 
+class RowIndex(NamedTuple):
+    """Rows of a tensor, for `of`. A row may repeat. int32, on the model's device."""
+
+    row_M: Tensor
+    sorted_M: Tensor  # the stable argsort of row_M
+    starts: Tensor  # where in sorted_M each row of the tensor begins, and the end
+
+    @classmethod
+    def on(cls, device: torch.device, row_M: np.ndarray, num_rows: int) -> "RowIndex":
+        """num_rows: of the tensor."""
+        starts = np.append(0, np.bincount(row_M, minlength=num_rows).cumsum())
+        arrays = row_M, row_M.argsort(kind="stable"), starts
+        return cls(*(on_device(array.astype(np.int32), device) for array in arrays))
+
+    def of(self, x: Tensor) -> Tensor:
+        """x[row_M], by `GatherRows`."""
+        if x.device.type == "cpu":  # which are faster without the order
+            return GatherRows.apply(x, self.row_M)
+        return GatherRows.apply(x, *self)
+
+
 @dataclass(frozen=True, eq=False)
 class PackLayout:
     """Where the segments of a pack lie, and the keys that each of them sees. Made once for all forwards of the pack, on
@@ -42,7 +64,7 @@ class PackLayout:
     most: tuple[int, int]  # most queries, most keys of a segment
     cu_queries: Tensor  # [S+1] on the model's device, as all tensors here
     cu_keys: Tensor
-    key_rows: tuple[Tensor, ...]  # of all keys, as `rows_to_gather`; () without a prefix
+    key_rows: RowIndex | None  # of all keys; None without a prefix
     experts_TLA: np.ndarray | None = None  # of `pack.Pack`; on the host until a forward, as it is large
 
     @classmethod
@@ -62,9 +84,9 @@ class PackLayout:
             rows_S.append(rows)
         shapes = [(int(queries), len(rows)) for queries, rows in zip(queries_S, rows_S, strict=True)]
         cu_keys = np.cumsum([0, *(keys for _, keys in shapes)])
-        key_rows = ()
+        key_rows = None
         if max(prefixes) >= 0:
-            key_rows = rows_to_gather(np.concatenate(rows_S), num_tokens, device)
+            key_rows = RowIndex.on(device, np.concatenate(rows_S), num_tokens)
         return cls(
             bounds=bounds.tolist(),
             prefixes=prefixes,
@@ -80,17 +102,10 @@ class PackLayout:
         return np.arange(self.bounds[segment], self.bounds[segment + 1])
 
 
-def rows_to_gather(row_M: np.ndarray, num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """row_M and its order, as `GatherRows` takes them, of a tensor with `num_rows` rows. int32."""
-    starts = np.append(0, np.bincount(row_M, minlength=num_rows).cumsum())
-    arrays = row_M, row_M.argsort(kind="stable"), starts
-    return tuple(on_device(array.astype(np.int32), device) for array in arrays)
-
-
 class GatherRows(torch.autograd.Function):
     """x[row_M]. A row may repeat: its gradients are then summed in a fixed order, in float32 or the wider type of x.
-    (Plain indexing sums 16-bit gradients by atomics.) order: two tensors, a stable argsort of row_M, and where in it
-    each row of x begins; with them the sum is one launch on CUDA, without them 14. Without them CPUs are faster."""
+    (Plain indexing sums 16-bit gradients by atomics.) order: sorted_M and starts of a `RowIndex`. With it the sum is
+    one launch on CUDA, without it 14."""
 
     @staticmethod
     def forward(ctx, x: Tensor, row_M: Tensor, *order: Tensor) -> Tensor:
@@ -139,9 +154,8 @@ def packed_attention(
     is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
     key_MKH, value_MKH = key_TKH, value_TKH
     if layout.key_rows:
-        rows = layout.key_rows if is_flash else layout.key_rows[:1]
-        key_MKH = GatherRows.apply(key_TKH, *rows)
-        value_MKH = GatherRows.apply(value_TKH, *rows)
+        key_MKH = layout.key_rows.of(key_TKH)
+        value_MKH = layout.key_rows.of(value_TKH)
     if is_flash:
         return _flash_attention(query_TNH, key_MKH, value_MKH, layout, scale, window)
     # In float32: on CPUs the backward pass in bfloat16 takes three times as long.

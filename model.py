@@ -108,8 +108,8 @@ class Block(nn.Module):
     """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass. again:
     what `_forward` is then called by.
 
-    halves: the functions before and after the attention, plain or compiled. All blocks share them, and so their
-    graphs. The attention is not compiled: it branches on the layout, so each pack would need its own graph.
+    halves: `before_attention` and `after_attention`, plain or compiled. All blocks share them, and so their graphs. The
+    attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
     def __init__(self, config: NativeConfig, *, recompute: bool = False, again: Callable = AGAIN):
@@ -120,6 +120,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.recompute = recompute
         self.again = again
+        self.halves = (before_attention, after_attention)
 
     def forward(self, *inputs) -> Tensor:
         # Inside the module that FSDP wraps: a wrapper module would change the parameters' names.
@@ -128,19 +129,24 @@ class Block(nn.Module):
         return self._forward(*inputs)
 
     def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
-        # The graph for any length excludes length 1, which an empty pack has.
-        before, after = self.halves if len(hidden_TD) > 1 else Block.halves
+        before, after = self.halves
+        if len(hidden_TD) == 1:  # as an empty pack has; the graph for any length excludes it
+            before, after = before_attention, after_attention
         query_TNH, key_TKH, value_TKH = before(self, hidden_TD, cos_T1H, sin_T1H)
         return after(self, hidden_TD, packed_attention(query_TNH, key_TKH, value_TKH, layout))
 
-    def _before_attention(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(hidden_TD), cos_T1H, sin_T1H)
 
-    def _after_attention(self, hidden_TD: Tensor, attended_TD: Tensor) -> Tensor:
-        hidden_TD = hidden_TD + self.self_attn.o_proj(attended_TD)
-        return hidden_TD + self.mlp(self.post_attention_layernorm(hidden_TD))
+def before_attention(
+    block: Block, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query_TNH, key_TKH, value_TKH."""
+    return block.self_attn.project(block.input_layernorm(hidden_TD), cos_T1H, sin_T1H)
 
-    halves = (_before_attention, _after_attention)
+
+def after_attention(block: Block, hidden_TD: Tensor, attended_TD: Tensor) -> Tensor:
+    """The block's output."""
+    hidden_TD = hidden_TD + block.self_attn.o_proj(attended_TD)
+    return hidden_TD + block.mlp(block.post_attention_layernorm(hidden_TD))
 
 
 class Head(nn.Linear):
@@ -270,15 +276,22 @@ class Decoder(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""
-        halves = tuple(torch.compile(half, dynamic=True, fullgraph=True) for half in Block.halves)
+        halves = [torch.compile(half, dynamic=True, fullgraph=True) for half in (before_attention, after_attention)]
         for block in self.model.layers:
             block.halves = halves
 
 
 def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool = False) -> None:
-    """Applies FSDP2 over a `base.system.ranks.fsdp_mesh`, in place. Its units, each gathered while it computes:
-    every block; the embedding and the head, if they are not tied; the root, which has the final norm and a tied
-    embedding, whose weight begins and ends the forward.
+    """Applies FSDP2 over a `base.system.ranks.fsdp_mesh`, in place. Its units, and how long each is gathered:
+
+        a block, the embedding        while it computes, forward and backward
+        the head                      from its forward to its backward
+        the root: final norm, and     from the start of the forward to the end of the backward
+            an embedding that is tied
+        a router                      as a block; it is in float32: a rounded logit can choose another expert
+
+    With keeps_gathered all but routers stay until the backward. Forwards without gradients free at their end what would
+    stay, except in `gathered_once`.
 
     `precision` "float32" | "bfloat16" is the dtype of the matmuls and the gathered copies. Activations between blocks
     stay in float32. The sharded parameters, which the optimizer sees, keep their dtype. Gradients are summed over ranks
@@ -299,13 +312,12 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
         if not torch.is_grad_enabled() and not model.is_gathered_once:
             unit.reshard()
 
-    for router in model.model.routers:  # in float32: a rounded logit can choose another expert
+    for router in model.model.routers:
         fully_shard(router, mesh=mesh, **offload)
         if mesh.size() > 1:
             router.set_gradient_divide_factor(1.0)
             router.set_force_sum_reduction_for_comms(True)
     for module in (*model.model.layers, *ends, model):
-        # Head and root end the forward and begin the backward, so their weights stay gathered in between.
         stays = model.keeps_gathered or module in (model.lm_head, model)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
         if mesh.size() > 1:  # one rank would divide all gradients by 1

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attention import GatherRows, PackLayout, rows_to_gather
+from attention import PackLayout, RowIndex
 from base.hf.layers import DELTA_CHUNK, HAS_FLA
 
 PADDING = {"dt": -torch.inf}  # softplus(-inf) = 0: no step of time; of all other inputs 0
@@ -60,9 +60,9 @@ def convolve(
 ) -> Tensor:
     """In place of causal_conv1d_fn. seq_idx: what LFM2's layers hand on; it is the layout."""
     tails = Tails.of(seq_idx, weight_CW.shape[1] - 1)
-    x_MC = _gather(_with_row(x_1CT[0].T, 0), tails.row_M)
+    x_MC = tails.row_M.of(_with_row(x_1CT[0].T, 0))
     out_1CM = _of_device(function, x_1CT)(x_MC.T[None], weight_CW, bias_C, activation=activation)
-    return _gather(out_1CM[0].T, tails.own_T).T[None]
+    return tails.own_T.of(out_1CM[0].T).T[None]
 
 
 def scan(
@@ -132,10 +132,10 @@ def _of_device(function: Callable, x: Tensor) -> Callable:
 @dataclass(frozen=True, eq=False)
 class Tails:
     """What a convolution reads. row_M: of each segment the last rows of its prefix, then its own; T where there are
-    none. own_T: where in these the rows of the pack are. Both are arguments of `GatherRows`."""
+    none. own_T: where in these the rows of the pack are."""
 
-    row_M: tuple[Tensor, ...]
-    own_T: tuple[Tensor, ...]
+    row_M: RowIndex
+    own_T: RowIndex
 
     @classmethod
     @lru_cache(maxsize=2)  # of this pack, for all layers and the backward
@@ -155,19 +155,19 @@ class Tails:
             own_S.append(num_rows + width + np.arange(len(own)))
             num_rows += width + len(own)
         device = layout.cu_queries.device
-        row_M = rows_to_gather(np.concatenate(rows_S), num_tokens + 1, device)
-        return cls(row_M, rows_to_gather(np.concatenate(own_S), num_rows, device))
+        row_M = RowIndex.on(device, np.concatenate(rows_S), num_tokens + 1)
+        return cls(row_M, RowIndex.on(device, np.concatenate(own_S), num_rows))
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
     """Sequences that are computed in one call. row_BL: their rows of the pack, T after the end of a sequence; state_B:
-    of each of them which final state it starts from, () for zeros; both are arguments of `GatherRows`. bounds: int32,
-    [B + 1], if they lie back to back, as one row of a batch."""
+    of each of them which final state it starts from, None for zeros. bounds: int32, [B + 1], if they lie back to back,
+    as one row of a batch."""
 
     num_rows: int  # of the batch
-    row_BL: tuple[Tensor, ...]
-    state_B: tuple[Tensor, ...]
+    row_BL: RowIndex
+    state_B: RowIndex | None
     bounds: Tensor | None
 
 
@@ -178,7 +178,7 @@ class Launches:
 
     launches: list[Launch]
     is_padded: bool
-    own_T: tuple[Tensor, ...]
+    own_T: RowIndex
 
     @classmethod
     @lru_cache(maxsize=2)
@@ -193,10 +193,10 @@ class Launches:
         for members in _members(layout, chunk_size):
             rows_B = [layout.rows(segment) for segment in members]
             prefixes = [layout.prefixes[segment] for segment in members]
-            state_B = ()
+            state_B = None
             if prefixes[0] >= 0:
                 numbers = np.array([number_of_state[prefix] for prefix in prefixes])
-                state_B = rows_to_gather(numbers, len(number_of_state), device)
+                state_B = RowIndex.on(device, numbers, len(number_of_state))
             else:
                 for segment in members:
                     number_of_state[segment] = len(number_of_state)
@@ -212,9 +212,9 @@ class Launches:
             place_T[batch_BL[is_row_BL]] = num_places + np.flatnonzero(is_row_BL)
             num_places += batch_BL.size
             num_rows = num_tokens if chunk_size is None else num_tokens + 1
-            row_BL = rows_to_gather(batch_BL.flatten(), num_rows, device)
+            row_BL = RowIndex.on(device, batch_BL.flatten(), num_rows)
             launches.append(Launch(len(batch_BL), row_BL, state_B, bounds))
-        return cls(launches, chunk_size is not None, rows_to_gather(place_T, num_places, device))
+        return cls(launches, chunk_size is not None, RowIndex.on(device, place_T, num_places))
 
 
 def _members(layout: PackLayout, chunk_size: int | None) -> list[list[int]]:
@@ -245,21 +245,17 @@ def _by_segments(
     outputs = []
     ends = []
     for call in plan.launches:
-        batch = {name: _gather(x, call.row_BL).unflatten(0, (call.num_rows, -1)) for name, x in rows.items()}
+        batch = {name: call.row_BL.of(x).unflatten(0, (call.num_rows, -1)) for name, x in rows.items()}
         start = None
         if call.state_B:
-            start = _gather(torch.cat(ends), call.state_B)
+            start = call.state_B.of(torch.cat(ends))
         output, end = launch(batch, start, call.bounds)
         outputs.append(output.flatten(0, 1))
         if not call.state_B:
             ends.append(end)
-    return _gather(torch.cat(outputs), plan.own_T)[None]
+    return plan.own_T.of(torch.cat(outputs))[None]
 
 
 def _with_row(x: Tensor, value: float) -> Tensor:
     """x and a row more, of this value."""
     return torch.cat([x, x.new_full((1, *x.shape[1:]), value)])
-
-
-def _gather(x: Tensor, rows: tuple[Tensor, ...]) -> Tensor:
-    return GatherRows.apply(x, *(rows[:1] if x.device.type == "cpu" else rows))

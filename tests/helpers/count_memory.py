@@ -288,14 +288,14 @@ def count_kept(
         block = Block(model_config).to(dtype)
     block.recompute = recompute
     if wrap:
-        block.halves = tuple(map(wrap, Block.halves))
+        block.halves = tuple(map(wrap, block.halves))
     cu_seqlens = np.cumsum([0, *filter(None, [prefix]), *responses])
     prefix_S = np.array([-1] + [0] * len(responses)) if prefix else None
     num_tokens = int(cu_seqlens[-1])
     layout = PackLayout.of(cu_seqlens, prefix_S, num_tokens, torch.device(device))
     cos_sin = rope_cos_sin(model_config, torch.arange(num_tokens, device=device))
     hidden_TD = torch.randn(num_tokens, model_config.hidden_size, device=device, requires_grad=True)
-    shared = [*block.parameters(), *cos_sin, layout.cu_queries, layout.cu_keys, *layout.key_rows]
+    shared = [*block.parameters(), *cos_sin, layout.cu_queries, layout.cu_keys, *(layout.key_rows or ())]
     not_counted = {x.untyped_storage()._cdata for x in shared}
     kept = {}
 
