@@ -425,7 +425,7 @@ class Plan:
         largest = max(sum(items.values()) for items in needed)
         return largest + CONTEXT + self.others <= (1 - SPARE) * self.gpu_bytes
 
-    @property
+    @cached_property
     def gathered_rest(self) -> float:
         """All gathered weights but the embedding, or the untied head."""
         return self.precision * (count(self.shapes | self.trained) - self.head)
