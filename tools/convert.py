@@ -24,7 +24,8 @@ import yaml
 
 from base.check import rules
 from base.inputs import yaml_text
-from base.inputs.keys import FIELDS, default_text, hint, text_of
+from base.inputs.key_help import default_text, hint
+from base.inputs.keys import FIELDS, text_of
 from base.system.files import read_text
 from config import ConfigError, printable
 from tools import config_files, from_trl, from_verl

@@ -12,7 +12,7 @@ from base.check.command_line import gpu_memory, last_value, parse_command_line
 from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
 from base.hf.folder import missing_weights
 from base.hf.model_config import ModelConfig
-from base.inputs import keys
+from base.inputs.key_help import help_text
 from base.inputs.run_inputs import RunInputs, num_steps_of, number_in_environment, read_inputs, start_environments
 from base.plan import step_time
 from base.plan.gpus import GIB, GPUS, Gpu
@@ -128,7 +128,7 @@ def gpu_by_name(argv: Sequence[str]) -> tuple[Gpu | None, list[str]]:
 def answer(argv: Sequence[str], usage: str) -> int:
     """Prints what --help or --check asks for; returns the exit code."""
     if {"--help", "-h"} & set(argv):
-        print(usage, keys.help_text(), sep="\n\n")
+        print(usage, help_text(), sep="\n\n")
         return 0
     try:
         gpu_bytes, words = gpu_memory(argv)

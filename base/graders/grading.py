@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from base.graders.environments import read_results
-from base.graders.pool import PoolEnvironment
 from base.system.disk import say
 from base.system.exits import Interrupted, StopRun
 from base.system.users_code import describe
@@ -50,7 +49,10 @@ class Grading:
         self.whole_groups: set[str] = set()
         self.special_tokens: set[str] = set()
         self.agents: set[str] = set()
-        for name, environment in environments.items():
+        others = {name: made for name, made in environments.items() if type(made) not in INSTANT}
+        for name, environment in others.items():
+            from base.graders.pool import PoolEnvironment  # a run whose grades take no time does without
+
             if getattr(type(environment), "step", None) is PoolEnvironment.step:
                 self.jobs[name] = {}
             elif getattr(environment, "whole_groups", False):

@@ -65,10 +65,12 @@ class Reading:
             return
         if len(self.problems) >= MOST_PROBLEMS:
             raise ConfigError(f"unknown key '{plain:.200}'")
-        meant = keys.meant_key(plain, FIELDS)
+        from base.inputs import key_help  # of mistakes alone, here and below
+
+        meant = key_help.meant_key(plain, FIELDS)
         if meant:
             self.doubtful.add(meant)
-        raise ConfigError(keys.unknown_key(plain, meant))
+        raise ConfigError(key_help.unknown_key(plain, meant))
 
     def raise_problems(self, others: Sequence[str] = ()) -> None:
         """ConfigError if there are problems, here or among `others` that are about no doubtful key."""
@@ -378,7 +380,9 @@ class _Values:
         plain = plain_name(name)
         if value in ({}, []) or (value is None and plain in LISTS):
             return
-        raise ConfigError(f"{name} is a section, got {_shown(value)}; set its keys: {keys.keys_of(plain)}")
+        from base.inputs.key_help import keys_of
+
+        raise ConfigError(f"{name} is a section, got {_shown(value)}; set its keys: {keys_of(plain)}")
 
     def build(self, section: Section, prefix: str) -> Section:
         """A section with the values of its keys in place of its own. prefix: its full name and a dot."""
@@ -418,10 +422,12 @@ def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
         if not _is_finite(new):
             raise msgspec.ValidationError
     except msgspec.ValidationError:
-        hint = f"; the default is {keys.default_text(plain)}" if plain in FIELDS else ""
+        from base.inputs.key_help import default_text, type_name
+
+        hint = f"; the default is {default_text(plain)}" if plain in FIELDS else ""
         if name.startswith("env.custom."):
             hint = "; give an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
-        raise ConfigError(f"{name:.200}: expected {keys.type_name(kind)}, got {_shown(value)}{hint}") from None
+        raise ConfigError(f"{name:.200}: expected {type_name(kind)}, got {_shown(value)}{hint}") from None
     if plain in FIELDS:
         _check_bounds(name, new)
     return new
@@ -438,14 +444,16 @@ def _is_finite(value: Any) -> bool:
 def _check_bounds(name: str, value: Any) -> None:
     """ConfigError if a value, or an item of a list, is an empty text or a number out of the bounds of its key."""
     plain = plain_name(name)
-    shown = f"{json.dumps(value):.80}"
-    if "" in _items(value):
-        raise ConfigError(f"{name}={shown}: empty strings are not allowed ({keys.meanings()[plain]})")
+    problem = "empty strings are not allowed" if "" in _items(value) else ""
     numbers = [item for item in _items(value) if isinstance(item, int | float)]
     for limit in filter(None, keys.bounds(plain).split(", ")):
         sign, bound = limit.split()
         if not all(_COMPARE[sign](number, float(bound)) for number in numbers):
-            raise ConfigError(f"{name}={shown}: must be {keys.bounds(plain)} ({keys.meanings()[plain]})")
+            problem = f"must be {keys.bounds(plain)}"
+    if problem:
+        from base.inputs.key_help import meanings
+
+        raise ConfigError(f"{name}={json.dumps(value):.80}: {problem} ({meanings()[plain]})")
 
 
 def _read_numbers(value: Plain, kind: keys.Kind) -> Plain:

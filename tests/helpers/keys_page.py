@@ -7,7 +7,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "keys.md"
 sys.path.insert(0, str(ROOT))
 
-from base.inputs.keys import FIELDS, bounds, default_text, meanings, type_name
+from base.inputs.key_help import default_text, meanings, type_name
+from base.inputs.keys import FIELDS, bounds
 
 TOP = """# All keys
 

@@ -1,4 +1,4 @@
-"""keys.py: every key of config.py has a full name, a meaning, and its lines in --help."""
+"""keys.py and key_help.py: every key of config.py has a full name, a meaning, and its lines in --help."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import keys_page
 import pytest
 
 import config
-from base.inputs import keys
+from base.inputs import key_help, keys
 from config import Config
 
 
@@ -29,7 +29,7 @@ def test_the_page_of_keys_is_what_its_command_writes():
 
 
 def test_help_has_every_key_with_its_default():
-    lines = keys.help_text().splitlines()
+    lines = key_help.help_text().splitlines()
     heads = [line for line in lines if not line.startswith(" ")]
     assert [line.split(":")[0] for line in heads] == leaves(Config)
     assert "grpo.num_generations_per_prompt: int (>= 2) = 16" in heads
@@ -44,7 +44,7 @@ def test_a_fork_may_add_a_key_without_a_meaning(tmp_path, monkeypatch):
     source, fork = Path(config.__file__).read_text(), tmp_path / "config.py"
     fork.write_text(re.sub(r"(?<=    use_cispo: bool = False\n)    .*\n", "", source))
     monkeypatch.setattr(config, "__file__", str(fork))
-    before, after = keys.meanings(), keys.meanings.__wrapped__()
+    before, after = key_help.meanings(), key_help.meanings.__wrapped__()
     assert after.keys() == before.keys() and {name for name in after if after[name] != before[name]} == {
         "loss_fn.use_cispo"
     }
@@ -54,8 +54,8 @@ def test_a_fork_may_add_a_key_without_a_meaning(tmp_path, monkeypatch):
 def test_a_meaning_is_the_text_below_the_field():
     """Against the lines of config.py, read without its syntax tree."""
     source = Path(config.__file__).read_text()
-    assert list(keys.meanings()) == leaves(Config)
-    for name, meaning in keys.meanings().items():
+    assert list(key_help.meanings()) == leaves(Config)
+    for name, meaning in key_help.meanings().items():
         section = keys.SECTIONS[name.rpartition(".")[0]].__name__
         body = source.partition(f"class {section}(Section):")[2]
         below = re.split(rf"^    {name.rpartition('.')[2]}: ", body, maxsplit=1, flags=re.MULTILINE)[1]
