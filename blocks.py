@@ -20,13 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from attention import PackLayout, packed_attention
 from base.hf.model_config import ModelConfig
-from config import Recompute, num_recomputed
 from loss import Metrics
 from state import over_packs
 
@@ -70,13 +68,13 @@ AttentionMaskInterface.register(PACKED, window_of_mask)
 
 
 class TransformersBody(nn.Module):
-    """Embedding, layers and final norm of a transformers model, under its names. recompute: as `model.Decoder` has it.
+    """Embedding, layers and final norm of a transformers model, under its names. num_again, again: as `model.Body`.
 
     The model itself is no submodule: only its parts are, as parameters of `model.Decoder` have the names of the
     checkpoint. Its `forward` is called past `__call__`, which vLLM replaces in some classes, for the whole process.
     """
 
-    def __init__(self, config: ModelConfig, *, recompute: Recompute = False):
+    def __init__(self, config: ModelConfig, num_again: int = 0, again: Callable | None = None):
         super().__init__()
         fields = dict(config.hf)
         fields.pop("time_step_limit", None)  # from 0 to infinity; transformers 5 writes that as it does not read it
@@ -104,12 +102,6 @@ class TransformersBody(nn.Module):
         self.routers = []
         self.replay: RouterReplay | None = None
         self.mixers = []
-        num_again = num_recomputed(recompute, len(self.layers))
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        if recompute == "offload":
-            from base.system.host_inputs import HostInputs  # for the runs that need it
-
-            again = HostInputs().recomputed
         for number, layer in enumerate(self.layers):
             if config.has_experts(number):
                 router_name = config.family.experts.router.computed.removesuffix(".weight")

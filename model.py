@@ -42,7 +42,8 @@ def rope_cos_sin(config: NativeConfig, position_T: Tensor) -> tuple[Tensor, Tens
     """
     even_H = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=position_T.device)
     freq_H = 1.0 / config.rope_theta ** (even_H / config.head_dim)
-    if (rope := config.rope_scaling) is not None:
+    rope = config.rope_scaling
+    if rope is not None:
         turns_H = rope.original_max_position_embeddings / (2 * math.pi / freq_H)
         keep_H = (turns_H - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep_H = keep_H.clamp(0, 1)
@@ -85,11 +86,12 @@ class Attention(nn.Module):
 
     def project(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """query_TNH, key_TKH, value_TKH: what `packed_attention` reads."""
-        query_TNH, key_TKH, value_TKH = (
-            project(hidden_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query_TNH = self.q_proj(hidden_TD).unflatten(-1, (-1, self.head_dim))
+        key_TKH = self.k_proj(hidden_TD).unflatten(-1, (-1, self.head_dim))
+        value_TKH = self.v_proj(hidden_TD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
-            query_TNH, key_TKH = self.q_norm(query_TNH), self.k_norm(key_TKH)
+            query_TNH = self.q_norm(query_TNH)
+            key_TKH = self.k_norm(key_TKH)
         return apply_rope(query_TNH, cos_T1H, sin_T1H), apply_rope(key_TKH, cos_T1H, sin_T1H), value_TKH
 
 
@@ -105,26 +107,25 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. With `recompute`, activations are not kept, but computed again in the backward pass. again:
-    what `_forward` is then called by.
+    """One pre-norm layer. again: such as `AGAIN`, for a block that is computed again; None for one that keeps its
+    activations.
 
     halves: `before_attention` and `after_attention`, plain or compiled. All blocks share them, and so their graphs. The
     attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
-    def __init__(self, config: NativeConfig, *, recompute: bool = False, again: Callable = AGAIN):
+    def __init__(self, config: NativeConfig, again: Callable | None = None):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.recompute = recompute
         self.again = again
         self.halves = (before_attention, after_attention)
 
     def forward(self, *inputs) -> Tensor:
         # Inside the module that FSDP wraps: a wrapper module would change the parameters' names.
-        if self.recompute and torch.is_grad_enabled():
+        if self.again and torch.is_grad_enabled():
             return self.again(self._forward, *inputs)
         return self._forward(*inputs)
 
@@ -158,21 +159,15 @@ class Head(nn.Linear):
 
 
 class Body(nn.Module):
-    """Embedding, blocks and final norm. recompute: as `Decoder` has it."""
+    """Embedding, blocks and final norm. The first num_again blocks are computed `again`."""
 
-    def __init__(self, config: NativeConfig, *, recompute: Recompute = False):
+    def __init__(self, config: NativeConfig, num_again: int = 0, again: Callable | None = None):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        num_layers = config.num_hidden_layers
-        num_again = num_recomputed(recompute, num_layers)
-        again = AGAIN
-        if recompute == "offload":
-            from base.system.host_inputs import HostInputs  # for the runs that need it
-
-            again = HostInputs().recomputed
-        blocks = [Block(config, recompute=i < num_again, again=again) for i in range(num_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList()
+        for number in range(config.num_hidden_layers):
+            self.layers.append(Block(config, again if number < num_again else None))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.routers = []
 
@@ -192,11 +187,17 @@ class Body(nn.Module):
 
 def body_of(config: ModelConfig, *, recompute: Recompute) -> nn.Module:
     """`Body` for its own families, transformers' blocks for all others."""
+    num_again = num_recomputed(recompute, config.num_hidden_layers)
+    again = AGAIN
+    if recompute == "offload":
+        from base.system.host_inputs import HostInputs  # for the runs that need it
+
+        again = HostInputs().recomputed
     if isinstance(config, NativeConfig):
-        return Body(config, recompute=recompute)
+        return Body(config, num_again, again)
     from blocks import TransformersBody  # its seconds of imports are for the runs that need it
 
-    return TransformersBody(config, recompute=recompute)
+    return TransformersBody(config, num_again, again)
 
 
 class Decoder(nn.Module):
@@ -388,7 +389,9 @@ class Reference:
     def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32, teacher: Decoder | None = None):
         self.shards: dict[str, Tensor] = {}
         self.teacher = teacher
-        for name, shard in () if teacher else _shards(model).items():
+        if teacher:
+            return
+        for name, shard in _shards(model).items():
             self.shards[name] = torch.empty(shard.shape, dtype=dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     @contextmanager

@@ -94,8 +94,10 @@ def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
     """A generator's part in a run: answers requests until the trainers say "end". An error that stops the work is the
     answer, so the trainers end a run in one way wherever it stops."""
     bridge = sampler.ranks.bridge
-    while (request := _next_request(sampler, watchdog))[0] != "end":
-        task, *arguments = request
+    while True:
+        task, *arguments = _next_request(sampler, watchdog)
+        if task == "end":
+            return
         watchdog.enter(task)
         if task == "tokens":
             (places,) = arguments
