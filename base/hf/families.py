@@ -21,8 +21,6 @@ GLM4_NORMS = (*PRE_NORM, "post_self_attn_layernorm", "post_mlp_layernorm")
 GRANITE_ROUTER = Names(
     "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"
 )
-
-
 QWEN_EXPERTS = Experts(
     shared="mlp.shared_expert", shared_size="shared_expert_intermediate_size", shared_gate="mlp.shared_expert_gate"
 )
@@ -62,8 +60,19 @@ GLM_EXPERTS = Experts(
     shared_size="n_shared_experts",
     shared_counts=True,
     dense_first=("first_k_dense_replace", 1),
-    correction_bias=True,
+    correction_bias="mlp.gate.e_score_correction_bias",
 )
+LFM2 = {
+    "norms": ("operator_norm", "ffn_norm"),
+    "qk_norm": "of a head",
+    "qk_norm_names": ("q_layernorm", "k_layernorm"),
+    "output_name": "out_proj",
+    "mlp_module": "feed_forward",
+    "mlp_names": ("w1", "w3", "w2"),
+    "is_tied": True,
+    "final_norm": "embedding_norm",
+    "state": ShortConv(),
+}
 FAMILIES = {
     **NATIVE,
     "mistral": Family(architecture="MistralForCausalLM", windows=Windows(size=4096)),
@@ -277,7 +286,7 @@ FAMILIES = {
             router=Names("mixer.gate.weight", "mixer.gate.weight", "mixer.gate.weight"),
             shared="mixer.shared_experts",
             shared_size="moe_shared_expert_intermediate_size",
-            correction_bias=True,
+            correction_bias="mixer.gate.e_score_correction_bias",
         ),
         state=Mamba(
             module="mixer",
@@ -330,18 +339,26 @@ FAMILIES = {
     ),
     "lfm2": Family(
         architecture="Lfm2ForCausalLM",
-        norms=("operator_norm", "ffn_norm"),
-        qk_norm="of a head",
-        qk_norm_names=("q_layernorm", "k_layernorm"),
-        output_name="out_proj",
-        mlp_module="feed_forward",
-        mlp_names=("w1", "w3", "w2"),
+        **LFM2,
         mlp_size="block_ff_dim",
         mlp_is_adjusted=Switch("block_auto_adjust_ff_dim", True),
-        is_tied=True,
-        final_norm="embedding_norm",
-        state=ShortConv(),
         engine_parts=(("short_conv.", "conv."),),
+    ),
+    "lfm2_moe": Family(
+        architecture="Lfm2MoeForCausalLM",
+        **LFM2,
+        values={"use_expert_bias": (None, True)},
+        experts=Experts(
+            stored="feed_forward.experts",
+            computed="feed_forward.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            router=Names("feed_forward.gate.weight", "feed_forward.gate.weight", "feed_forward.gate.weight"),
+            dense_first=("num_dense_layers", 2),
+            correction_bias="feed_forward.expert_bias",
+        ),
+        engine_parts=(("short_conv.", "conv."), ("gate.e_score_correction_bias", "expert_bias")),
     ),
 }
 LLAVA = {
@@ -368,7 +385,7 @@ WHOLE = {
 # model_type -> why it is refused.
 STATE = "a layer carries state across sequences, which nobody has tried in packs: use a Qwen3.5 or a Nemotron H"
 REFUSED = {
-    **dict.fromkeys(("kimi_linear", "minimax_m1", "olmo_hybrid", "lfm2_moe"), STATE),
+    **dict.fromkeys(("kimi_linear", "minimax_m1", "olmo_hybrid"), STATE),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba2", "recurrent_gemma", "rwkv"), STATE),
     **dict.fromkeys(
         ("stablelm", "nemotron"), "its layers do not hand the pack's layout to the attention: use a Llama 3"

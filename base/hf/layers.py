@@ -36,7 +36,7 @@ class Experts:
 
     inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size;
     shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts, and
-    that number where it is absent. correction_bias: the router has one, a buffer. may_be_none: the field with their
+    that number where it is absent. correction_bias: of the router, a buffer. may_be_none: the field with their
     number may be 0. Names are within a layer.
     """
 
@@ -53,7 +53,7 @@ class Experts:
     shared_counts: bool = False
     shared_gate: str | None = None
     dense_first: tuple[str, int] | None = None
-    correction_bias: bool = False
+    correction_bias: str | None = None
     may_be_none: bool = False
 
     @property

@@ -288,8 +288,8 @@ class ModelConfig:
         inner = self.expert_size
         shapes: Shapes = {}
         shapes[experts.router.computed if as_computed else experts.router.stored] = (count, hidden)
-        if experts.correction_bias:
-            shapes[experts.router.stored.removesuffix("weight") + "e_score_correction_bias"] = (count,)
+        if experts.correction_bias is not None:
+            shapes[experts.correction_bias] = (count,)
         pair = experts.computed_pair if as_computed else experts.together
         if pair is not None:
             first, down = pair

@@ -20,16 +20,21 @@ WORDS = ["checkpointing.save_period=2", *(f"data.{part}.env_name=on_cpu:distinct
 FROZEN = (".gate.weight", ".router.layer.weight", "e_score_correction_bias")  # routers
 
 
+def make_model(kind, folder):
+    """A random one, with the starter's tokenizer."""
+    shutil.copytree(STARTER, folder)
+    (folder / "model.safetensors").unlink()
+    make_family(kind, eos_token_id=257, pad_token_id=256).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def runs(request, tmp_path_factory):
     """(kind, model folder, working folder of a run of four steps, of one that is resumed after two, on two ranks)."""
     kind = request.param
     work = tmp_path_factory.mktemp(kind)
     folder = work / "model"
-    shutil.copytree(STARTER, folder)
-    (folder / "model.safetensors").unlink()
-    make_family(kind, eos_token_id=257, pad_token_id=256).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text("{}")
+    make_model(kind, folder)
     words = [f"policy.model_name={folder}", *WORDS]
     works = [work / name for name in ("unbroken", "resumed", "two_ranks")]
     for number, path in enumerate(works):
@@ -59,6 +64,15 @@ def test_sampler_and_trainer_agree_on_any_number_of_ranks(runs):
 def test_a_resumed_run_is_the_unbroken_one(runs):
     _, _, unbroken, resumed, _ = runs
     assert_same(resumed / "logs" / "exp_001", unbroken / "logs" / "exp_001", 4)
+
+
+def test_a_model_with_state_learns_a_task(tmp_path):
+    make_model("granitemoehybrid", tmp_path / "model")
+    words = [f"policy.model_name={tmp_path / 'model'}", "policy.scheduler.warmup_steps=0", *WORDS]
+    run_to_the_end(tmp_path, 40, *words, "--nproc_per_node=1")
+    rewards = [line["train/reward"] for line in trained(tmp_path)]
+    print([round(reward, 3) for reward in rewards])
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1
 
 
 def test_the_export_is_the_whole_folder(runs):

@@ -1,6 +1,8 @@
 """Every parameter of every family arrives in the engine. Qwen3, tied, is in test_engine.py; each engine needs a process
 of its own."""
 
+import contextlib
+
 import operators_on_cpu
 import pytest
 import torch
@@ -23,7 +25,7 @@ from head import HeadOptions, response_logps
 from model import load_policy
 from pack import pack_samples, rows_of, to_device
 from records import Sample, SamplingOptions, TokenSequence
-from run.build import check_cpu_sizes
+from run.build import check_cpu_operators, check_cpu_sizes
 
 HEAD = HeadOptions(0.8, VOCAB_SIZE)
 
@@ -147,6 +149,27 @@ def test_experts_that_vllm_does_not_compute_on_a_cpu():
     check_cpu_sizes(config, "cuda")
     check_cpu_sizes(from_hf(hf_config("qwen3_moe").to_dict()), "cpu")
     check_cpu_sizes(from_hf(hf_config("mistral", hidden_size=72).to_dict()), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "precision", "problem"),
+    [
+        ("qwen3_next", {}, "float32", "gated delta nets in bfloat16 alone"),
+        ("qwen3_next", {}, "bfloat16", None),
+        ("nemotron_h", {}, "float32", "no experts without a gate"),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}, "float32", None),
+        ("granitemoehybrid", {}, "float32", None),
+        ("lfm2_moe", {}, "float32", None),
+    ],
+)
+def test_operators_that_vllm_does_not_have_on_a_cpu(family, fields, precision, problem):
+    if fields:
+        fields = fields | {"num_hidden_layers": 3}
+    hf = hf_config(family, **fields).to_dict()
+    hf.pop("time_step_limit", None)
+    expected = pytest.raises(ConfigError, match=problem) if problem else contextlib.nullcontext()
+    with expected:
+        check_cpu_operators(from_hf(hf), config.Config(policy=config.PolicyConfig(precision=precision)))
 
 
 @pytest.mark.slow  # asks the real vLLM

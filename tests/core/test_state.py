@@ -24,7 +24,7 @@ from model import load_policy
 from optim import build_optimizer
 
 WITH_STATE = [name for name, row in FAMILIES.items() if row.state]
-WITH_RECURRENCE = [name for name in WITH_STATE if name != "lfm2"]
+WITH_RECURRENCE = [name for name in WITH_STATE if not name.startswith("lfm2")]
 LENGTHS, PREFIXES = (11, 2, 7, 1, 90, 5), (-1, -1, 0, 0, 1, -1)
 LAYOUT = PackLayout.of(np.cumsum([0, *LENGTHS]), np.array(PREFIXES), sum(LENGTHS), CPU)
 

@@ -146,6 +146,15 @@ OF_FAMILY = {
         "block_multiple_of": 32,
         "tie_word_embeddings": True,
     },
+    "lfm2_moe": MOE
+    | {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": True,
+    },
     "glm4_moe_lite": LATENT
     | {
         "num_attention_heads": 2,
