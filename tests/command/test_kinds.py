@@ -15,7 +15,7 @@ from examples.moe.upcycle import STARTER
 pytestmark = pytest.mark.long
 KINDS = ("deepseek_v3", "gemma3", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_next", "qwen3_5")
 PARTS = ("train.0", "train.1", "validation")
-WORDS = ["checkpointing.save_period=2", *(f"data.{part}.env_name=on_cpu:distinct_characters" for part in PARTS)]
+WORDS = ["checkpointing.save_period=2", *(f"data.{part}.env_name=on_cpu:plain_characters" for part in PARTS)]
 
 FROZEN = (".gate.weight", ".router.layer.weight", "e_score_correction_bias")  # routers
 
@@ -68,11 +68,12 @@ def test_a_resumed_run_is_the_unbroken_one(runs):
 
 def test_a_model_with_state_learns_a_task(tmp_path):
     make_model("granitemoehybrid", tmp_path / "model")
-    words = [f"policy.model_name={tmp_path / 'model'}", "policy.scheduler.warmup_steps=0", *WORDS]
+    words = [f"policy.model_name={tmp_path / 'model'}", *WORDS]
+    words += ["policy.scheduler.warmup_steps=0", "policy.optimizer.kwargs.lr=3e-3"]
     run_to_the_end(tmp_path, 40, *words, "--nproc_per_node=1")
     rewards = [line["train/reward"] for line in trained(tmp_path)]
     print([round(reward, 3) for reward in rewards])
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.2
 
 
 def test_the_export_is_the_whole_folder(runs):

@@ -3,8 +3,6 @@ engine, it has operators_on_cpu.py compute them, and the run start."""
 
 import sys
 
-from sick import distinct_characters
-
 if "engine" in sys.modules:  # not in --check, nor in a process that grades
     import operators_on_cpu
 
@@ -13,4 +11,8 @@ if "engine" in sys.modules:  # not in --check, nor in a process that grades
     operators_on_cpu.install()
     run.build.check_cpu_operators = lambda model, cfg: None
 
-__all__ = ["distinct_characters"]
+
+def plain_characters(completions, **columns):
+    """The share of ASCII, which a random model of bytes has by half, and learns in some steps."""
+    texts = [messages[-1]["content"] for messages in completions]
+    return [sum(map(str.isascii, text)) / max(1, len(text)) for text in texts]

@@ -11,11 +11,6 @@ def constant_reward(completions, **columns):
     return [1.0] * len(completions)
 
 
-def distinct_characters(completions, **columns):
-    """Not sick: what a random model can learn."""
-    return [len(set(messages[-1]["content"])) / 8 for messages in completions]
-
-
 def wrong_answer(row):
     """A processor: 54+18= is now 1072, which no reply of the starter is."""
     return row | {"answer": str(int(row["answer"]) + 1000)}
