@@ -217,8 +217,8 @@ def test_recompute_changes_nothing_and_bfloat16_is_near(family, precision, tmp_p
     assert torch.equal(kept[0], again[0])
     assert all(torch.equal(gradient, again[2][name]) for name, gradient in kept[2].items())
     exact = logps_and_gradients(tmp_path, config, one_rank[2], "float32")
-    assert (kept[0] - exact[0]).abs().mean() <= 0.05
-    least = 0.9 if config.num_experts else 0.98  # a rounded hidden state may go to another expert
+    most, least = (0.06, 0.88) if config.num_experts else (0.05, 0.98)  # rounding sends some to another expert
+    assert (kept[0] - exact[0]).abs().mean() <= most
     exact_gradients = few_in_one(exact[2])
     for name, gradient in few_in_one(kept[2]).items():
         assert torch.cosine_similarity(gradient, exact_gradients[name], 0) >= least, name
