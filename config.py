@@ -323,6 +323,9 @@ class LoRAConfig(Section):
     """Without match_all_linear and target_modules, all layers are adapted except layers of these names."""
 
 
+LORA_KEY = "policy.dtensor_cfg.lora_cfg"
+
+
 class AutomodelKwargs(Section):
     force_hf: bool = False
     """transformers' blocks compute Qwen2, Qwen3 and Llama too, uncompiled, as they do all other families."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import GatherRows, PackLayout, packed_attention
 from base.hf.folder import read_model_config
 from base.hf.model_config import ModelConfig, NativeConfig
-from base.hf.weights import init_adapters, load_weights, sharded_parameters
+from base.hf.weights import load_weights, sharded_parameters
 from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
 from head import HeadOptions, response_logps
 from pack import MicroBatch
@@ -373,6 +373,8 @@ def load_policy(
     model.model.init_buffers(device)
     load_weights(model, folder)
     if lora and lora.enabled:
+        from base.hf.adapters import init_adapters
+
         init_adapters(model, lora.lora_A_init, seed)
     return model
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from base.hf.lora_layers import adapted_layers, weights_per_token
 from base.hf.model_config import ModelConfig
 from base.plan.gpus import PEAK_FLOPS
 from base.system.ranks import gather
@@ -26,10 +25,12 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     made: 4 for each of theirs and of the factors', 2 D V. Not counted: what backward computes again (activations,
     scores of flash attention, logits of two passes), merging.
     """
-    num_weights = weights_per_token(config)
+    num_weights = config.weights_per_token
     passes = 3  # forward, gradients of the inputs, gradients of the weights
-    adapters = adapted_layers(config, lora) if lora else {}
-    if adapters:
+    if lora and lora.enabled:
+        from base.hf.lora_layers import adapted_layers  # a run without LoRA does without
+
+        adapters = adapted_layers(config, lora)
         num_weights += sum(lora.dim * (outputs + inputs) for outputs, inputs in adapters.values())
         passes = 2
     flops_per_pair = 3 * config.flops_per_pair

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from base.hf.weights import adapter_config, save_adapter, save_hf
+from base.hf.weights import save_hf
 from base.inputs.run_inputs import RunInputs
 from base.system.disk import describe_os_error
 from base.system.exchange import move_to_log
@@ -207,4 +207,6 @@ def export(cfg: Config, model: Decoder, folder: Path, inputs: RunInputs, base_sh
     tokenizer_folder = inputs.tokenizer.file.parent
     save_hf(model, folder / "hf_model", tokenizer_folder, dtype=dtype, base_folder=inputs.model_folder)
     if base_sha256:
+        from base.hf.adapters import adapter_config, save_adapter  # a run without LoRA does without
+
         save_adapter(model, folder / "hf_adapter", adapter_config(cfg.policy, model.config))

@@ -5,9 +5,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from base.hf.model_config import ModelConfig
-from config import ConfigError, LoRAConfig
-
-KEY = "policy.dtensor_cfg.lora_cfg"
+from config import LORA_KEY, ConfigError, LoRAConfig
 
 
 @lru_cache(maxsize=4)  # train_flops asks in each step
@@ -19,7 +17,7 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
     """
     if not cfg.enabled:
         return {}
-    shapes = linear_layers(model)
+    shapes = model.linear_layers()
     _check_patterns("target_modules", cfg.target_modules, known=shapes)
     _check_patterns("exclude_modules", cfg.exclude_modules, known=(*shapes, "lm_head"))  # the head is never adapted
     adapted = {}
@@ -28,43 +26,13 @@ def adapted_layers(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, 
         if is_target and not _matches(name, cfg.exclude_modules):
             adapted[name] = shape
     if not adapted:
-        raise ConfigError(f"{KEY}.exclude_modules leaves no linear layer to adapt: name fewer")
+        raise ConfigError(f"{LORA_KEY}.exclude_modules leaves no linear layer to adapt: name fewer")
     for name, (outputs, inputs) in adapted.items():
         rank = min(outputs, inputs)
         if cfg.dim > rank:
             size = f"{outputs} x {inputs}"
-            raise ConfigError(f"{KEY}.dim={cfg.dim} is more than the rank of {name}, {size}: use {rank} or less")
+            raise ConfigError(f"{LORA_KEY}.dim={cfg.dim} is more than the rank of {name}, {size}: use {rank} or less")
     return adapted
-
-
-def router_endings(model: ModelConfig) -> tuple[str, ...]:
-    """How the names of the weights end by which the model chooses experts, or mixes a shared one in; () without
-    experts."""
-    experts = model.family.experts
-    if experts is None:
-        return ()
-    endings = [f".{experts.router.stored}"]
-    if experts.shared_gate is not None:
-        endings.append(f".{experts.shared_gate}.weight")
-    return tuple(endings)
-
-
-def linear_layers(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> (outputs, inputs) of each linear layer of the blocks, but for experts and routers."""
-    layers = {}
-    routers = router_endings(model)
-    for name, shape in model.tensor_shapes():
-        is_of_mixture = ".experts." in name or name.endswith(routers)
-        is_matrix = len(shape) == 2 and name.endswith(".weight")
-        if ".layers." in name and is_matrix and not is_of_mixture:
-            layers[name.removesuffix(".weight")] = shape
-    return layers
-
-
-def weights_per_token(model: ModelConfig) -> int:
-    """Elements of the blocks' matrices that a token is multiplied by: of experts, of those that it goes to."""
-    in_layers = sum(outputs * inputs for outputs, inputs in linear_layers(model).values())
-    return in_layers + model.routed_weights_per_token
 
 
 def factor_shapes(model: ModelConfig, cfg: LoRAConfig) -> dict[str, tuple[int, int]]:
@@ -80,7 +48,7 @@ def _check_patterns(key: str, patterns: Iterable[str], known: Iterable[str]) -> 
     for pattern in patterns:
         if not any(_matches(name, [pattern]) for name in known):
             names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known if name != "lm_head"))
-            raise ConfigError(f"{KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
+            raise ConfigError(f"{LORA_KEY}.{key}: no linear layer of the blocks is called '{pattern:.80}'; use {names}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

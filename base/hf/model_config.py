@@ -214,13 +214,36 @@ class ModelConfig:
         return size * self.expert_size if experts.shared_counts else size
 
     @property
-    def routed_weights_per_token(self) -> int:
-        """The elements of the routers, and of the experts that a token goes to, in all layers."""
-        if self.num_experts == 0:
-            return 0
-        matrices = len(self.family.experts.matrices)
-        of_layer = self.hidden_size * (self.num_experts + matrices * self.experts_per_token * self.expert_size)
-        return of_layer * self.count_layers("experts")
+    def router_endings(self) -> tuple[str, ...]:
+        """How the names of the weights end by which the model chooses experts, or mixes a shared one in; () without
+        experts."""
+        experts = self.family.experts
+        if experts is None:
+            return ()
+        endings = [f".{experts.router.stored}"]
+        if experts.shared_gate is not None:
+            endings.append(f".{experts.shared_gate}.weight")
+        return tuple(endings)
+
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Name -> (outputs, inputs) of each linear layer of the blocks, but for experts and routers."""
+        layers = {}
+        for name, shape in self.tensor_shapes():
+            is_of_mixture = ".experts." in name or name.endswith(self.router_endings)
+            is_matrix = len(shape) == 2 and name.endswith(".weight")
+            if ".layers." in name and is_matrix and not is_of_mixture:
+                layers[name.removesuffix(".weight")] = shape
+        return layers
+
+    @property
+    def weights_per_token(self) -> int:
+        """Elements of the blocks' matrices that a token is multiplied by: of experts, of those that it goes to."""
+        num_weights = sum(outputs * inputs for outputs, inputs in self.linear_layers().values())
+        if self.num_experts:
+            matrices = len(self.family.experts.matrices)
+            of_layer = self.hidden_size * (self.num_experts + matrices * self.experts_per_token * self.expert_size)
+            num_weights += of_layer * self.count_layers("experts")
+        return num_weights
 
     @cached_property
     def windows(self) -> list[int | None]:

@@ -20,11 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from base.hf.folder import check_weights, has_experts_together, open_weights, weight_files
-from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import EMBEDDING, ModelConfig
 from base.system.disk import replace_folder, write_whole
 from base.system.ranks import local_rows, on_rank0
-from config import ConfigError, PolicyConfig
+from config import ConfigError
 from records import Engine
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -125,22 +124,6 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor
 
 
-@torch.no_grad()
-def init_adapters(model: nn.Module, init: str, seed: int) -> None:
-    """Sets LoRA's parameters, the same on any number of ranks: A by `init`, B to 0, so the model equals its base."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, param in sharded_parameters(model).items():
-        if not name.endswith(ADAPTER):
-            continue
-        whole = torch.zeros(param.shape)
-        if name.endswith(LORA_A) and init == "xavier":
-            nn.init.xavier_normal_(whole, generator=generator)
-        elif name.endswith(LORA_A):
-            nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-        rows = local_rows(param)
-        local_shard(param).copy_(whole[rows])
-
-
 def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name in the checkpoint, whole tensor in `dtype`), parameter by parameter; a tied head is not repeated. Buffers
     keep their type. One all-gather brings
@@ -181,11 +164,11 @@ def merged_tensors(model: nn.Module, params: dict[str, Tensor], dtype: torch.dty
     """As `full_tensors`, of these parameters only. If LoRA's are among them, so are the weights that they change."""
     layers = [name.removesuffix(LORA_A) for name in params if name.endswith(LORA_A)]
     if not layers:
-        yield from _whole(params, dtype)
+        yield from whole_tensors(params, dtype)
         return
     # Gather in the forward's dtype, as FSDP does, not in the engine's: then the merged weights are bitwise equal.
     forward_dtype = params[f"{layers[0]}.weight"].dtype
-    tensors = dict(_whole(params, forward_dtype))
+    tensors = dict(whole_tensors(params, forward_dtype))
     for layer in layers:
         a_LI = tensors.pop(layer + LORA_A)
         b_OL = tensors.pop(layer + LORA_B)
@@ -207,7 +190,7 @@ def merged_weight(weight_OI: Tensor, a_LI: Tensor, b_OL: Tensor, scale: float) -
     return sum_OI.to(weight_OI.dtype)
 
 
-def _whole(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(params: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor), by one all-gather if sharded. FSDP's `unshard` gathers in the policy's precision, not the
     engine's, and `reshard` frees tensors that vLLM may still hold: the embedding, until the sync ends."""
     sharded = {name: param for name, param in params.items() if isinstance(param, DTensor)}
@@ -262,7 +245,7 @@ def save_hf(
         max_shard_size=MAX_FILE_BYTES,
     )
     params = sharded_parameters(model)
-    with _new_folder(Path(folder)) as (new, is_writer):
+    with new_folder(Path(folder)) as (new, is_writer):
         on_rank0(partial(_write_side_files, new, config.config_json, Path(tokenizer_folder), dtype))
         file_of_tensor = {}
         if config.whole is not None:
@@ -281,7 +264,7 @@ def save_hf(
                         file_of_tensor[stored_name] = file
                         if is_writer:
                             content[stored_name] = view.cpu().clone()  # safetensors refuses what shares memory
-            on_rank0(partial(_save, content, new / file, {"format": "pt"}))
+            on_rank0(partial(save_tensors, content, new / file, {"format": "pt"}))
         if plan.is_sharded or config.whole is not None:
             index = {"metadata": plan.metadata, "weight_map": file_of_tensor}
             text = json.dumps(index, indent=2) + "\n"
@@ -297,7 +280,7 @@ def _copy_vision_part(new: Path, base: Path, model: ModelConfig) -> dict[str, st
             content = {name: file.get_tensor(name) for name in file.keys() if model.is_kept(name)}
         if content:
             name = f"vision-{path.name}"
-            _save(content, new / name, {"format": "pt"})
+            save_tensors(content, new / name, {"format": "pt"})
             file_of_tensor |= dict.fromkeys(content, name)
     return file_of_tensor
 
@@ -316,43 +299,7 @@ def _write_side_files(new: Path, hf: dict, source: Path, dtype: torch.dtype) -> 
     write_whole(new / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
-def save_adapter(model: nn.Module, folder: str | Path, config: dict) -> None:
-    """Writes a PEFT folder, as `save_hf`: `config`, by `adapter_config`, and in float32 lora_A [r, in] and lora_B
-    [out, r] of each adapted matrix W, in whose place W + lora_alpha / r * B A computes (Hu et al. 2021)."""
-    params = {}
-    for name, param in sharded_parameters(model).items():
-        if name.endswith(ADAPTER):
-            params[f"base_model.model.{model.config.module_name(name)}.weight"] = param  # PEFT's name
-    content = {name: tensor.cpu() for name, tensor in _whole(params, torch.float32)}
-    text = json.dumps(config, indent=2) + "\n"
-    with _new_folder(Path(folder)) as (new, _):
-        on_rank0(partial(write_whole, new / "adapter_config.json", text))
-        on_rank0(partial(_save, content, new / "adapter_model.safetensors", {"format": "pt"}))
-
-
-def adapter_config(policy: PolicyConfig, model: ModelConfig) -> dict:
-    """The content of adapter_config.json for what the config trains. Unless all layers are adapted, target_modules has
-    full names: a last name may select other layers as well, such as those of a vision part."""
-    cfg = policy.dtensor_cfg.lora_cfg
-    base = policy.model_name
-    if os.path.isdir(base):
-        base = os.path.abspath(base)
-    target_modules = {model.module_name(name) for name in adapted_layers(model, cfg)}
-    if cfg.match_all_linear and model.whole is None:
-        target_modules = {name.split(".")[-1] for name in target_modules}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": cfg.dim,
-        "lora_alpha": int(cfg.alpha) if cfg.alpha.is_integer() else cfg.alpha,
-        "target_modules": sorted(target_modules),
-        "bias": "none",
-        "inference_mode": True,
-    }
-
-
-def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+def save_tensors(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
     try:
         save_file(content, file, metadata)
         os.chmod(file, 0o644)  # safetensors makes files that only their owner can read
@@ -361,7 +308,7 @@ def _save(content: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> N
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
+def new_folder(folder: Path) -> Iterator[tuple[Path, bool]]:
     """(folder to write to, whether this rank writes); renamed to `folder` at the end. All ranks return together."""
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     new = folder.with_name(f"{folder.name}.tmp")

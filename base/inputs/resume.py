@@ -19,18 +19,17 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError
 
-from base.hf.lora_layers import KEY as LORA
 from base.inputs import reader
 from base.system.disk import describe_os_error
 from base.system.files import read_json
-from config import CheckpointingConfig, Config, ConfigError, DataError
+from config import LORA_KEY, CheckpointingConfig, Config, ConfigError, DataError
 
 VERSION = 5  # the format of a checkpoint's files
 # What reading a file raises that has another form.
 FOREIGN = (ValueError, LookupError, TypeError, AttributeError, SafetensorError, msgspec.ValidationError)
 # Under another value, a checkpoint's tensors would mean another model.
 LORA_KEYS = ("enabled", "dim", "alpha", "match_all_linear", "target_modules", "exclude_modules")
-SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA}.{name}" for name in LORA_KEYS))
+SAME_WHEN_LOADED = ("policy.model_name", *(f"{LORA_KEY}.{name}" for name in LORA_KEYS))
 # Not even with allow_changes: no optimizer reads another one's state, and other adapters are other tensors.
 NEVER_CHANGED = ("policy.optimizer.name", *SAME_WHEN_LOADED[1:])
 # Under another value, the position in the data and the sampling seeds would mean other prompts and samples.
@@ -212,7 +211,7 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
         old, new = (operator.attrgetter(key)(config) for config in (before, cfg))
         is_same = Path(old) == Path(new) if key == "policy.model_name" else old == new  # "model" is "./model/"
-        if not is_same and (has_lora or not key.startswith(LORA)):
+        if not is_same and (has_lora or not key.startswith(LORA_KEY)):
             changed[key] = f"{key}={json.dumps(new, default=asdict)} (was {json.dumps(old, default=asdict)})"
     is_fixed = any(key in NEVER_CHANGED for key in changed)
     if changed and (is_fixed or not cfg.checkpointing.allow_changes):

@@ -17,7 +17,6 @@ from base.graders.environments import make_environment, read_results, start_envi
 from base.hf.config_forms import LENGTHS
 from base.hf.family import NATIVE
 from base.hf.folder import check_weights, has_experts_together, missing_weights, read_model_config, resolve_folder
-from base.hf.lora_layers import adapted_layers
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.tokenizer import Tokenizer
 from base.inputs import resume
@@ -143,7 +142,10 @@ def read_policy(cfg: Config, to_plan: bool) -> tuple[Path, ModelConfig, Tokenize
     is_without_weights = to_plan and missing_weights(folder)
     if not is_without_weights:
         check_model_weights(folder, model)
-    adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
+    if cfg.policy.dtensor_cfg.lora_cfg.enabled:
+        from base.hf.lora_layers import adapted_layers
+
+        adapted_layers(model, cfg.policy.dtensor_cfg.lora_cfg)  # raises ConfigError
     return folder, model, tokenizer
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from base.hf.layers import HAS_FLA, Mamba, ShortConv
-from base.hf.lora_layers import factor_shapes, router_endings
+from base.hf.lora_layers import factor_shapes
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.inputs.run_inputs import RunInputs
 from base.plan.gpus import GIB
@@ -138,7 +138,7 @@ class Plan:
         """The tensors that the optimizer updates."""
         if self.lora:
             return factor_shapes(self.model, self.cfg.policy.dtensor_cfg.lora_cfg)
-        frozen = router_endings(self.model) if self.cfg.policy.freeze_moe_router else ()
+        frozen = self.model.router_endings if self.cfg.policy.freeze_moe_router else ()
         return {name: shape for name, shape in self.shapes.items() if not name.endswith(frozen)}
 
     @property

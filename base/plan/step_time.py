@@ -5,7 +5,6 @@ steps."""
 import math
 from dataclasses import dataclass
 
-from base.hf.lora_layers import weights_per_token
 from base.plan.gpus import Gpu
 from base.plan.memory_plan import NUMBER, Plan, count, holds_reference
 from config import Config, num_recomputed
@@ -68,7 +67,7 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
     pairs = model.attention_pairs(length) / length
     attention = model.flops_per_pair * pairs
-    of_token = 2 * weights_per_token(model) + attention + model.state_flops
+    of_token = 2 * model.weights_per_token + attention + model.state_flops
     blocks_flops, head_flops = tokens * of_token, 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing
     part = num_recomputed(again, model.num_hidden_layers) / model.num_hidden_layers
@@ -129,7 +128,7 @@ def generation_seconds(plan: Plan, gpu: Gpu, step: Step) -> float:
     weights = plan.engine_precision * num_weights / tensor / (MEMORY * gpu.memory)
     keys = samples * plan.kv_bytes * step.response * (step.prompt + step.response) / (MEMORY * gpu.memory)
     tokens = samples * (step.response + step.prompt / step.group)
-    num_weights_per_token = weights_per_token(plan.model) + plan.head
+    num_weights_per_token = plan.model.weights_per_token + plan.head
     matmuls = 2 * num_weights_per_token / tensor * tokens / (MATMULS * gpu.flops)
     return num_steps * (weights + DECODE) + keys + matmuls
 

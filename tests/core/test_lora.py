@@ -8,8 +8,9 @@ from hf_folders import FAMILIES, LENGTHS, make_hf_folder, make_pack, response_ro
 from torch.func import functional_call
 
 import lora as lora_module
+from base.hf.adapters import init_adapters
 from base.hf.folder import from_hf
-from base.hf.weights import full_shapes, full_tensors, init_adapters, merged_weight
+from base.hf.weights import full_shapes, full_tensors, merged_weight
 from config import LoRAConfig
 from head import HeadOptions, response_logps
 from lora import LoRALinear, MergedLinear, add_adapters

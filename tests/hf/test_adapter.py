@@ -9,8 +9,9 @@ from hf_folders import LENGTHS, make_pack
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_tiny
 
+from base.hf.adapters import adapter_config, save_adapter
 from base.hf.folder import read_model_config, resolve_folder
-from base.hf.weights import adapter_config, save_adapter, save_hf
+from base.hf.weights import save_hf
 from config import ConfigError, DTensorConfig, LoRAConfig, PolicyConfig
 from gap import check_canary
 from head import HeadOptions

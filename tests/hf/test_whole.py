@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from base.check.summary import notes
 from base.hf import weights
+from base.hf.adapters import adapter_config, save_adapter
 from base.hf.families import WHOLE
 from base.hf.folder import from_hf, read_model_config
 from base.hf.lora_layers import adapted_layers
-from base.hf.weights import adapter_config, save_adapter, save_hf
+from base.hf.weights import save_hf
 from config import Config, ConfigError, DTensorConfig, HFConfigOverrides, LoRAConfig, PolicyConfig
 from model import load_policy
 
