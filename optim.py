@@ -137,7 +137,10 @@ class EntropyBonus:
 
     def follow(self, numbers: Numbers, cfg: config.LossConfig) -> None:
         """Moves after an optimizer step with these reduced metrics; the entropy is NaN if it had no token."""
-        if cfg.entropy_target is None or math.isnan(numbers["entropy"]):
+        if cfg.entropy_target is None:
+            self.coef = None  # of a run that moved it, which this one goes on from
+            return
+        if math.isnan(numbers["entropy"]):
             return
         if self.coef is None:
             self.coef = cfg.entropy_coef

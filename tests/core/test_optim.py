@@ -80,10 +80,11 @@ def test_a_policy_that_loses_its_entropy_keeps_it_at_the_target(target):
 
 
 def test_without_a_target_the_bonus_stays():
-    bonus, options, cfg = optim.EntropyBonus(), HeadOptions(), config.LossConfig(entropy_coef=0.1)
-    bonus.follow({}, cfg)
-    assert bonus == optim.EntropyBonus() and bonus.metrics == {}
-    assert bonus.applied_to(options, cfg, torch.device("cpu")) is options
+    options, cfg = HeadOptions(), config.LossConfig(entropy_coef=0.1)
+    for bonus in (optim.EntropyBonus(), optim.EntropyBonus(coef=0.4)):  # a checkpoint's, of a run with a target
+        bonus.follow({}, cfg)
+        assert bonus == optim.EntropyBonus() and bonus.metrics == {}
+        assert bonus.applied_to(options, cfg, torch.device("cpu")) is options
 
 
 def rates(num_steps, **keys):
