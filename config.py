@@ -217,7 +217,8 @@ class LossConfig(Section):
     token_level_loss it divides the sum of all tokens, in place of their number."""
     token_loss: Literal["ppo", "sapo", "dppo", "ipo", "dppo_tv", "gmpo"] = "ppo"
     """The loss of a token: PPO's clip, SAPO's gate, the masks of prime-rl's DPPO and IPO or of verl's dppo_tv on the
-    change of a token's probability, or GMPO's geometric mean. use_cispo and disable_ppo_ratio replace ppo."""
+    change of a token's probability, or GMPO's geometric mean. use_cispo and disable_ppo_ratio replace ppo. GSPO is
+    sequence_level_importance_ratios."""
     sapo_tau_positive: float = key(1.0, "> 0")
     """SAPO's gate is this steep where the advantage is positive."""
     sapo_tau_negative: float = key(1.05, "> 0")

@@ -32,7 +32,10 @@ def table(plan: Plan) -> str:
         where = f" at {moment}" if moment else ""
         lines.append(f"  {phase:8} {gib(sum(items.values()))}{where}: {listed(items)}")
     if plan.host():
-        lines.append(f"  host     {listed(plan.host())}, pinned, for each GPU")
+        pinned = "pinned"
+        if plan.cfg.policy.dtensor_cfg.cpu_offload:
+            pinned = "pinned but for moments and reference"
+        lines.append(f"  host     {listed(plan.host())}, {pinned}, for each GPU")
     lines.append(f"  KV cache {plan.kv_bytes / 1024:,.4g} KiB a token{room(plan)}")
     if plan.lacking() > 0:
         lines += ["it does not fit; by itself", *savings(plan)]
@@ -69,7 +72,12 @@ def problem(plan: Plan) -> str | None:
         needed = f"memory: the engine's share leaves {left} GiB of KV cache, too little for a sequence"
     fixes = smallest_fix(plan, (1 - SPARE) * plan.gpu_bytes)
     if fixes:
-        return f"{needed}; it fits with {_named(plan, fixes, phase)}"
+        text = f"{needed}; it fits with {_named(plan, fixes, phase)}"
+        if plan.trains and fixes.get(f"{FSDP}.cpu_offload"):
+            host = sum(changed(plan, fixes).host().values())
+            less = "configs/math_8b_lora_24gb.yaml trains an adapter with less"
+            text += f"; the host then holds {gib(host)} GiB for each GPU, and a step is slow: {less}"
+        return text
     problem = f"{needed}; no two settings of those above are enough"
     for doublings in range(1, 9):
         num_gpus = plan.num_gpus << doublings

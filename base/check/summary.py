@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from base.hf.model_config import ModelConfig
+from base.inputs.keys import FIELDS
 from base.inputs.mixing import Cursor
 from base.inputs.run_inputs import RunInputs
 from base.inputs.scan import Dataset
@@ -57,6 +58,10 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     if model.whole is not None:
         kind = model.config_json["model_type"]
         found.append(f"only the text model of this {kind} is trained; the vision part is kept as it is")
+    most_steps = cfg.grpo.max_num_steps
+    if num_steps < most_steps != FIELDS["grpo.max_num_steps"].default:
+        epochs = f"grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
+        found.append(f"{epochs} ends the run after {num_steps} steps, before grpo.max_num_steps={most_steps}")
     scheduler = cfg.policy.scheduler
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"

@@ -59,9 +59,14 @@ class RewardFunction(Environment):
         arguments["trainer_state"] = SimpleNamespace(global_step=turns[0].weight_version)
         if not self.accepts_all:
             arguments = {name: value for name, value in arguments.items() if name in self.accepted}
-        rewards = self.function(**arguments)
-        if inspect.iscoroutine(rewards):
-            rewards = asyncio.run(rewards)
+        try:
+            rewards = self.function(**arguments)
+            if inspect.iscoroutine(rewards):
+                rewards = asyncio.run(rewards)
+        except (TypeError, AttributeError) as error:
+            if isinstance(arguments["completions"][0], str):
+                error.add_note("(completions are texts here, because the rows have no `messages`)")
+            raise
         results = [self._result(reward) for reward in rewards]
         if len(results) != len(turns):
             raise ValueError(f"{self.name} returned {len(results)} rewards for {len(turns)} completions")

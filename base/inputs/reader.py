@@ -24,6 +24,7 @@ import yaml
 from base.inputs import keys, nemo
 from base.inputs.keys import FIELDS, FREE, LISTS, SECTIONS, numbered_name, plain_name
 from base.inputs.yaml_text import Document, Plain, read_yaml, typed
+from base.system.users_code import ROOT
 from config import Config, ConfigError, DataError, Section, shortened
 
 MOST_PROBLEMS = 20  # told at once
@@ -127,8 +128,9 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[list[Entry]]:
         text = read_yaml(path)
     except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
-        files = ", ".join(sorted(map(str, path.parent.glob("*.yaml")))) if os.path.isdir(path.parent) else ""
-        raise ConfigError(f"{error}{named}; yaml files there: {files or 'none'}") from None
+        folder = path.parent if os.path.isdir(path.parent) else ROOT / "configs"
+        files = ", ".join(sorted(file.name for file in folder.glob("*.yaml")))
+        raise ConfigError(f"{error}{named}; yaml files in {folder}: {files or 'none'}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:
         raise ConfigError(f"{path}: defaults form a cycle: {' -> '.join(map(str, (*parents, path)))}")
     document = Document(text, str(path), keys.is_free)
@@ -422,9 +424,11 @@ def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
         if not _is_finite(new):
             raise msgspec.ValidationError
     except msgspec.ValidationError:
-        from base.inputs.key_help import default_text, type_name
+        from base.inputs.key_help import default_text, meanings, type_name
 
         hint = f"; the default is {default_text(plain)}" if plain in FIELDS else ""
+        if get_origin(kind) is Literal:
+            hint += f" ({meanings()[plain]})"
         if name.startswith("env.custom."):
             hint = "; give an env_name, then its arguments: env.custom.my_module:MyClass.near=6"
         raise ConfigError(f"{name:.200}: expected {type_name(kind)}, got {_shown(value)}{hint}") from None

@@ -161,6 +161,10 @@ class Plan:
         sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
         return sum(map(rounded_up, sizes))
 
+    def unpinned(self, shapes: Shapes, *widths: int) -> int:
+        """The same in ordinary memory."""
+        return sum(widths) * self.rows(shapes)
+
     def rows(self, shapes: Shapes) -> int:
         """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
         return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
@@ -415,8 +419,7 @@ class Plan:
 
     @cached_property
     def keeps_gathered(self) -> bool:
-        """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free.
-        """
+        """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free."""
         if self.cfg.policy.dtensor_cfg.cpu_offload or not self.trains:
             return False
         if self.gpu_bytes is None:
@@ -631,19 +634,20 @@ class Plan:
         return size * self.model.num_hidden_layers
 
     def host(self) -> Items:
-        """Pinned host memory of a rank: the reference (model.Reference), and what is offloaded. With cpu_offload,
-        moments and reference are not pinned, and take less."""
+        """Host memory of a rank: the reference (model.Reference), and what is offloaded. All of it is pinned, except
+        moments and reference with cpu_offload."""
         whole = self.pinned(self.trained, 4)
         first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]
         pinned = {"weights": whole, "gradients": whole}
         if self.lora:
             pinned["weights"] += self.pinned(self.shapes, self.precision)
-        pinned["moments"] = self.pinned(self.trained, first, 4) - self.pinned(self.matrices, 4)
+        in_memory = self.unpinned if self.cfg.policy.dtensor_cfg.cpu_offload else self.pinned
+        pinned["moments"] = in_memory(self.trained, first, 4) - in_memory(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
         if holds_reference(self.cfg) and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
-            items["reference"] = self.pinned(shapes, precision)
+            items["reference"] = in_memory(shapes, precision)
         if self.trains and self.cfg.policy.dtensor_cfg.activation_checkpointing == "offload":
             items["inputs of the blocks"] = self.parked
         return items

@@ -218,6 +218,18 @@ def test_a_warmup_of_more_than_a_third_of_the_run_is_told():
         assert told(num_steps // 3 + 1, num_steps) and not told(num_steps // 3, num_steps)
 
 
+def test_trials4_f9_epochs_that_end_a_run_before_its_steps_are_told():
+    """24 rows and 8 prompts a step are 3 steps of the 10 asked for."""
+
+    def told(num_steps, **grpo):
+        return summary.notes(config.Config(grpo=config.GRPOConfig(**grpo)), MODEL, num_steps)
+
+    (note,) = [note for note in told(3, max_num_steps=10) if "max_num_epochs" in note]
+    assert "max_num_epochs=1 ends the run after 3 steps" in note and "max_num_steps=10" in note
+    for num_steps, keys in ((10, {"max_num_steps": 10}), (3, {}), (3, {"max_num_epochs": 3})):
+        assert not any("max_num_epochs" in note for note in told(num_steps, **keys))
+
+
 def test_a_learning_rate_below_published_ones_for_lora_is_told():
     """The rates of tinker-cookbook 0.6.1; its get_lr gives 4.7e-4 for Qwen3-8B and 2.9e-4 for Llama-3.1-8B."""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from environments import ready
 
+from base.system.users_code import describe
 from config import ConfigError, EnvConfig
 from envs import Turn
 
@@ -97,3 +98,28 @@ def test_what_does_not_exist_is_refused_by_name():
     with pytest.raises(AttributeError, match="max_steps"):
         make("reads_max_steps").step([TURN])
     make("sees_all").check_answers([("rows.jsonl:1", "7", {"level": 1})])
+
+
+def of_chats(completions, answer):
+    return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer, strict=True)]
+
+
+async def of_chats_later(completions):
+    return [float(completion.get("content") == "7") for completion in completions]
+
+
+def adds_texts(completions):
+    return [completion[0] + 1 for completion in completions]
+
+
+@pytest.mark.parametrize("name", ["of_chats", "of_chats_later", "adds_texts"])
+def test_trials4_f5_completions_that_are_texts_are_called_so(name):
+    """Of a chat the same exception says nothing of texts."""
+    with pytest.raises((TypeError, AttributeError)) as error:
+        make(name).step([TURN])
+    assert "completions are texts here" in describe(error.value) and "test_reward_function.py:" in describe(error.value)
+    chat = replace(TURN, fields={"messages": CHAT})
+    try:
+        assert make(name).step([chat])[0].reward == 1
+    except (TypeError, AttributeError) as error:
+        assert "texts" not in describe(error)

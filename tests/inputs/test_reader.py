@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ import config
 from base.check.rules import load_checked
 from base.inputs.reader import load, to_yaml
 from config import Config, ConfigError, LossConfig
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- values are read by the type of their field ---------------------------------------------------
 
@@ -201,3 +204,17 @@ def test_what_no_config_is_ends_at_once(write, text, named):
         load(write(text))
     assert "run.yaml" in str(refused.value) and len(str(refused.value)) < 2000
     assert time.process_time() - start < 20  # without the bounds, hours
+
+
+@pytest.mark.parametrize("path", ["config/smoke.yaml", "smoke.yml", "configs/smoke", "conf/a/b.yaml"])
+def test_trials4_f10_a_file_that_is_not_there_names_those_that_are(path):
+    with pytest.raises(ConfigError, match=r"smoke.yaml|yaml files in") as error:
+        load(Path(path))
+    if path != "smoke.yml":
+        assert "configs: " in str(error.value) and "math_8b.yaml" in str(error.value)
+
+
+def test_trials4_f10_a_choice_that_is_none_shows_what_the_key_means():
+    """GSPO is no token loss: the text of the key names its own."""
+    with pytest.raises(ConfigError, match=r"got 'gspo'.*sequence_level_importance_ratios"):
+        load(ROOT / "configs/smoke.yaml", ["loss_fn.token_loss=gspo"])

@@ -2,6 +2,7 @@
 its parts at full size. tests/system/test_ranks.py has the same of two ranks."""
 
 import json
+import math
 import random
 import re
 from collections import defaultdict
@@ -536,6 +537,18 @@ def test_offloads_leave_the_gpu_and_arrive_in_host_memory():
     size = plan.shards["moments"]
     assert plan.size("score") - moments.size("score") == size <= moments.host()["moments"] < 2 * size
     assert set(everything.host()) == {"weights", "moments", "gradients"} and not everything.states(gradients=True)
+
+
+def test_trials4_f6_what_offloading_everything_takes_is_said():
+    """8.19 billion parameters on one GPU: two moments of four bytes each, in memory that is not pinned."""
+    plan = recipe("math_8b.yaml", 1, 32)
+    said = memory_fit.problem(plan)
+    assert f"{EVERYTHING}=true" in said and "math_8b_lora_24gb.yaml" in said
+    host = memory_fit.changed(plan, [(EVERYTHING, True)]).host()
+    num_trained = sum(math.prod(shape) for shape in plan.trained.values())
+    assert host["moments"] == 8 * num_trained and host["weights"] >= 4 * num_trained
+    (total,) = re.findall(r"host then holds (\d+) GiB", said)
+    assert abs(int(total) - sum(host.values()) / GIB) < 1
 
 
 @pytest.mark.parametrize("num_generators, is_named", [(1, False), (2, True)])
