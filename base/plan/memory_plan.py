@@ -419,7 +419,7 @@ class Plan:
 
     @cached_property
     def keeps_gathered(self) -> bool:
-        """Whether the weights stay gathered for all packs of a phase (model.Decoder): where that leaves `SPARE` free."""
+        """Whether the weights stay gathered for all packs of a phase (model.Decoder): if that leaves `SPARE` free."""
         if self.cfg.policy.dtensor_cfg.cpu_offload or not self.trains:
             return False
         if self.gpu_bytes is None:
