@@ -132,13 +132,13 @@ def build(
     *,
     keeps_gathered: bool = False,
 ) -> "tuple[Decoder, Sampler | Generators]":
-    """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job `Generators` is
-    sampler and engine. stop: as in `build_sampler`. A collective of all ranks that train."""
+    """The policy, and the sampler with its engine, which has no weights yet and sleeps. In a split job these are
+    `Generators`. stop: as in `build_sampler`. A collective of all ranks that train."""
     model = build_policy(cfg, inputs, ranks, device, keeps_gathered)
     if ranks.bridge:
-        from run.split.generators import Generators
+        from run.split.generators import GeneratingEngines, Generators
 
-        return model, Generators(ranks, full_shapes(model), inputs.tokenizer, cfg)
+        return model, Generators(ranks, GeneratingEngines(ranks.bridge, full_shapes(model), inputs.tokenizer, cfg))
     sampler = build_sampler(cfg, inputs, ranks, device, stop)
     sampler.engine.sleep()
     return model, sampler

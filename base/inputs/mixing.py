@@ -1,14 +1,14 @@
-"""Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's sampler.
+"""Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's dataloader.
 
 The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. Where a set has
 a prompt_selection (selection.py), this file chooses the set alone, and what has been seen of its rows chooses the row.
 
-The user's sampler, data.custom_dataloader, is called once per draw with keyword arguments:
+The user's dataloader, data.custom_dataloader, is called once per draw with keyword arguments:
     f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
     set, for its next problem, or (name, index of a problem).
 sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
 them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
-dict of JSON values that the sampler may change and that checkpoints keep. The sampler must depend on nothing else.
+dict of JSON values that it may change and that checkpoints keep. It must depend on nothing else.
 `--check` and the start of a run call it once, with an empty memory.
 """
 
@@ -31,7 +31,7 @@ from records import Problem, Sample, groups_of
 if TYPE_CHECKING:
     from base.inputs.selection import Selection
 
-Sampler = Callable[..., Iterable]  # a user's: its arguments and its items are described above
+Dataloader = Callable[..., Iterable]  # a user's: its arguments and its items are described above
 Item = tuple[str, int | None]  # a set, and the index of a problem; None: the set's next one
 SELECTION = 1  # the last number of the seeds of selection.py: not of an epoch's order, which has other seeds
 
@@ -41,8 +41,8 @@ class Cursor(TypedDict):
 
     position: int  # problems drawn
     drawn: dict[str, int]  # set -> problems drawn by name
-    memory: dict  # the sampler's
-    records: dict[str, float]  # the sampler's: the metrics of the newest step
+    memory: dict  # the dataloader's
+    records: dict[str, float]  # the dataloader's: the metrics of the newest step
 
 
 class Mixture:
@@ -57,14 +57,14 @@ class Mixture:
         self.seed = cfg.grpo.seed
         self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
         self.turn = None  # so many prompts of a set follow each other
-        self.sampler: Sampler | None = None
-        self.sampler_name = f"data.custom_dataloader '{cfg.data.custom_dataloader}'"
+        self.dataloader: Dataloader | None = None
+        self.dataloader_name = f"data.custom_dataloader '{cfg.data.custom_dataloader}'"
         if cfg.data.use_multiple_dataloader:
             self.turn = cfg.data.num_prompts_per_dataloader
             if cfg.data.custom_dataloader:
                 from base.system.imports import import_attribute
 
-                self.sampler = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
+                self.dataloader = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
         self.weights: list[Fraction] = []
         if all(section.weight for section in cfg.data.train):
             self.weights = [Fraction(section.weight) for section in cfg.data.train]
@@ -92,13 +92,13 @@ class Mixture:
         return {"position": 0, "drawn": dict.fromkeys(self.datasets, 0), "memory": {}, "records": {}}
 
     def record(self, cursor: Cursor, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> Cursor:
-        """The cursor with the metrics of the step, which a user's sampler sees at the next step. samples: all that the
-        step has drawn, for `selections`."""
+        """The cursor with the metrics of the step, which a user's dataloader sees at the next step. samples: all that
+        the step has drawn, for `selections`."""
         if self.selections:
             for group in groups_of(samples):
                 if group[0].dataset in self.selections:
                     self.selections[group[0].dataset].record(group)
-        if self.sampler is None:
+        if self.dataloader is None:
             return cursor
         return cursor | {"records": dict(metrics)}
 
@@ -143,17 +143,17 @@ class Mixture:
 
     def _items(self, cursor: Cursor, after: Cursor, count: int) -> Iterable[Item]:
         """What to draw next, by the rule of the config; after["drawn"] grows as the items are taken."""
-        if self.sampler:
-            return call(self.sampler_name, self._sample, cursor["position"], after, count)
+        if self.dataloader:
+            return call(self.dataloader_name, self._load, cursor["position"], after, count)
         if self.turn:
             return self._in_turn(cursor["position"], count)
         if self.weights:
             return self._by_weight(after["drawn"], count)
         return self._by_size(cursor["position"], count)
 
-    def _sample(self, position: int, after: Cursor, count: int) -> list[Item]:
-        """What the user's sampler draws; it may change after["memory"]. ConfigError unless it gives `count` items."""
-        answer = self.sampler(
+    def _load(self, position: int, after: Cursor, count: int) -> list[Item]:
+        """What the user's dataloader draws, `count` items; else ConfigError. It may change after["memory"]."""
+        answer = self.dataloader(
             num_prompts=count,
             sizes=dict(self.sizes),
             records=after["records"],
@@ -164,8 +164,8 @@ class Mixture:
         items = [(item, None) if isinstance(item, str) else item for item in answer]
         if len(items) != count or not all(map(self._is_there, items)):
             raise ConfigError(
-                f"{self.sampler_name} returned {items!r:.160}: expected {count} items, each a key of {self.sizes} or "
-                "(key, index of a problem)"
+                f"{self.dataloader_name} returned {items!r:.160}: expected {count} items, each a key of {self.sizes} "
+                "or (key, index of a problem)"
             )
         json.dumps(after["memory"])  # checkpoints keep it
         return items

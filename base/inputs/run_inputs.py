@@ -338,13 +338,13 @@ def num_steps_of(cfg: Config, num_problems: int) -> int:
 
 
 def check_steps(cfg: Config, mixture: Mixture) -> None:
-    """ConfigError if there are too few prompts for a step. Asks the user's sampler for a step: a mistake in it should
-    show now."""
+    """ConfigError if there are too few prompts for a step. Asks the user's dataloader for a step: a mistake in it
+    should show now."""
     if num_steps_of(cfg, mixture.num_problems) == 0:
         prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
         step = f"{cfg.grpo.num_prompts_per_step} x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}: lower it")
-    if mixture.sampler:
+    if mixture.dataloader:
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
 
 

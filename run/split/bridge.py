@@ -8,7 +8,7 @@ groups join the sides: one of all ranks for objects, and one of trainer 0 and th
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +43,24 @@ class Bridge:
         dist.broadcast_object_list(shared, group_src=root, group=self.objects)
         return shared[0]
 
+    def tell(self, *request: Any) -> None:
+        """The trainers' request to the generators. A collective of both sides."""
+        self.announce()
+        self.broadcast(request, root=0)
+
+    def ask(self, *request: Any, weights: Iterable[Tensor] = ()) -> Any:
+        """The generators' answer, after the weights that they receive for it. Raises it if it is an error."""
+        self.tell(*request)
+        self.send_weights(weights)
+        answer = self.broadcast(None, root=self.num_trainers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     def ask_for_tokens(self, needed: Sequence[Sequence[TokenSequence]]) -> None:
         """The generators begin their part of `exchange.send_tokens`. A collective of all trainers."""
         places = [[sequence.place for sequence in sequences] for sequences in needed]
-        self.announce()
-        self.broadcast(("tokens", places), root=0)
+        self.tell("tokens", places)
 
     def hold_tokens(self, sequences: Sequence[TokenSequence]) -> None:
         """The generators hold these sequences, of which each has the tokens on one of them."""

@@ -1,14 +1,14 @@
 """A split job (policy.generation.colocated.enabled=false): what the trainers ask for, and what a generator does.
 
-`Generators` stands in the loop where an engine and a sampler stand in a job that is not split, so the loop is the same.
+`Generators` and `GeneratingEngines` stand in the loop where a sampler and its engine stand in a job that is not split,
+so the loop is the same.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ahead import Ahead
 from base.hf.tokenizer import Tokenizer
@@ -19,68 +19,31 @@ from base.system.watchdog import Watchdog
 from config import Config
 from records import Completion, Sample, SamplingOptions, Weights
 from rollout import Prompts, Sampler
-from run.split.bridge import Shapes
+from run.split.bridge import Bridge, Shapes
 
 
-class Generators(AbstractContextManager):
-    """The generators, as an engine and a sampler in one. Every method is a collective of all trainers, and raises what
-    the generators raised: Interrupted, StopRun. On exit they end, unless this rank alone may have failed."""
+class GeneratingEngines:
+    """The generators' engines, as the trainers' one: `records.Engine`, as far as trainers call it. Every method is a
+    collective of all trainers, and raises what the generators raised: Interrupted, StopRun."""
 
-    def __init__(self, ranks: Ranks, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
-        self.engine = self
-        self.ranks = ranks
-        self.bridge = ranks.bridge
+    def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
+        self.bridge = bridge
         self.shapes = shapes  # of the weights that a sync sends
         self.dtype = getattr(torch, cfg.policy.engine_precision)
         self.vocab_size = tokenizer.vocab_size
         self.max_total_tokens = cfg.policy.max_total_sequence_length
-        self.ahead = Ahead()  # the generators have the conversations
         self.groups: dict[int, bool] = {}  # under way at the newest sync
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together
-            self._tell("end")
-
-    def _tell(self, *request: Any) -> None:
-        self.bridge.announce()
-        self.bridge.broadcast(request, root=0)
-
-    def _ask(self, *request: Any, weights: Iterable[Tensor] = ()) -> Any:
-        self._tell(*request)
-        self.bridge.send_weights(weights)
-        answer = self.bridge.broadcast(None, root=self.bridge.num_trainers)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def start(self, *conversations: Any) -> None:
-        """As Sampler.start. The generators go on with the conversations while the trainers train."""
-        self._tell("start", *conversations)
-
-    def finish(self, started: None) -> list[Sample]:
-        """As Sampler.finish, of the conversations that were started first."""
-        return self._ask("finish")
-
-    def sample(
-        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
-    ) -> list[Sample]:
-        """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
-        return self._ask("generation" if step else "validation", prompts, num_samples, options, seed_key, step)
-
-    def groups_under_way(self) -> dict[int, bool]:
-        """As Sampler.groups_under_way, at the newest sync."""
-        return self.groups
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
         """As Engine.generate, by every engine: the completions of the first one, then of the next one."""
-        return self._ask("canary", prompts, seeds, options, may_stop)
+        return self.bridge.ask("canary", prompts, seeds, options, may_stop)
 
     def sync(self, weights: Weights, version: int) -> int:
         """As Engine.sync. On return all generators have the weights."""
         sent = (tensor for _, tensor in weights)
-        num_bytes, self.groups = self._ask("weight_sync", version, self.shapes, weights=sent)
+        num_bytes, self.groups = self.bridge.ask("weight_sync", version, self.shapes, weights=sent)
         return num_bytes
 
     def sleep(self, *, keep_weights: bool = False) -> None:
@@ -88,6 +51,39 @@ class Generators(AbstractContextManager):
 
     def wake(self, part: str) -> None:
         """Nothing, likewise."""
+
+
+class Generators(AbstractContextManager):
+    """The generators, as the trainers' sampler. Every method is a collective, as of the engine. On exit they end,
+    unless this rank alone may have failed."""
+
+    def __init__(self, ranks: Ranks, engine: GeneratingEngines):
+        self.ranks = ranks
+        self.engine = engine
+        self.ahead = Ahead()  # the generators have the conversations
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, StopRun | Saved):  # what all trainers raise together
+            self.ranks.bridge.tell("end")
+
+    def start(self, *conversations: Any) -> None:
+        """As Sampler.start. The generators go on with the conversations while the trainers train."""
+        self.ranks.bridge.tell("start", *conversations)
+
+    def finish(self, started: None) -> list[Sample]:
+        """As Sampler.finish, of the conversations that were started first."""
+        return self.ranks.bridge.ask("finish")
+
+    def sample(
+        self, prompts: Prompts, num_samples: int, options: SamplingOptions, seed_key: tuple, step: int = 0
+    ) -> list[Sample]:
+        """As Sampler.sample. The watchdog knows how long a rollout takes, and how long a validation."""
+        task = "generation" if step else "validation"
+        return self.ranks.bridge.ask(task, prompts, num_samples, options, seed_key, step)
+
+    def groups_under_way(self) -> dict[int, bool]:
+        """As Sampler.groups_under_way, at the newest sync."""
+        return self.engine.groups
 
 
 def serve(sampler: Sampler, device: torch.device, watchdog: Watchdog) -> None:
