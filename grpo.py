@@ -211,20 +211,17 @@ def compute_loss(
         cfg=cfg.loss_fn,
     )
 
-    # Runs in the model's forward, where the output layer's weight is whole. head.py says why the loss is called there.
-    def head(hidden_RD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Metrics, Tensor]:
-        return linear_loss(
-            hidden_RD,
-            weight_VD,
-            micro.target_R,
-            loss_of,
-            head_options,
-            num_grad_rows=micro.num_grad_rows,
-            needs_unfiltered=micro.ref_logp_R is not None,
-            ids_RJ=micro.ref_ids_RJ,
-        )
-
-    loss, metrics, logp_R = model(*micro.model_inputs, head)
+    # Called in the model's forward, where the output layer's weight is whole. head.py says why the loss is in it.
+    compute = partial(
+        linear_loss,
+        target_R=micro.target_R,
+        loss_of=loss_of,
+        options=head_options,
+        num_grad_rows=micro.num_grad_rows,
+        needs_unfiltered=micro.ref_logp_R is not None,
+        ids_RJ=micro.ref_ids_RJ,
+    )
+    loss, metrics, logp_R = model(*micro.model_inputs, compute)
     metrics |= gap_of_pack(micro, logp_R, minibatch.version, cfg.grpo)
     return loss, metrics
 

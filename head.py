@@ -125,10 +125,10 @@ class LossOfLogps(Protocol):
 
 
 class PackedModel(Protocol):
-    """`model.Decoder`: calls `head` with the hidden states at pos_R and the output layer's weight."""
+    """`model.Decoder`: calls `compute` with the hidden states at pos_R and the output layer's weight."""
 
     def __call__(
-        self, token_T: Tensor, position_T: Tensor, layout, pos_R: Tensor, head: Callable[[Tensor, Tensor], Result]
+        self, token_T: Tensor, position_T: Tensor, layout, pos_R: Tensor, compute: Callable[[Tensor, Tensor], Result]
     ) -> Result: ...
 
 

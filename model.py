@@ -233,19 +233,19 @@ class Decoder(nn.Module):
         position_T: Tensor,
         layout: PackLayout,
         pos_R: Tensor | None = None,
-        head: Callable[[Tensor, Tensor], Result] | None = None,
+        compute: Callable[[Tensor, Tensor], Result] | None = None,
     ) -> Result:
-        """What `head` computes from hidden_RD, the final hidden states at the positions pos_R of the pack (None: at
+        """What `compute` makes of hidden_RD, the final hidden states at the positions pos_R of the pack (None: at
         all), and weight_VD, the output layer's weight: head.py has such functions. Without one, logits over the whole
         vocabulary in compute precision, for tests and tools. The tensors are int64 on the model's device, T >= 1. R = 0
         is allowed: every gradient is then zero."""
-        head = head or self._logits
+        compute = compute or self._logits
         hidden_TD = self.model(token_T, position_T, layout)
         if pos_R is not None:
             hidden_TD = GatherRows.apply(hidden_TD, pos_R)
         if self.lm_head is None:  # tied: the embedding's weight, which FSDP2 keeps gathered during this whole forward
-            return head(hidden_TD, self.model.embed_tokens.weight)
-        return self.lm_head(hidden_TD, head)
+            return compute(hidden_TD, self.model.embed_tokens.weight)
+        return self.lm_head(hidden_TD, compute)
 
     def _logits(self, hidden_RD: Tensor, weight_VD: Tensor) -> Tensor:
         logits_RV = F.linear(hidden_RD, weight_VD)
