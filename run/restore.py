@@ -98,15 +98,16 @@ def _read_rows(files: list[safe_open], name: str, param: Tensor) -> Tensor:
     start = 0  # the number, in the whole tensor, of the first row of the file
     for file in files:
         stored = file.get_slice(name)
-        num_stored = stored.get_shape()[0]
+        num_stored, *rest = stored.get_shape()
+        if rest != list(param.shape[1:]):
+            raise ConfigError(f"{name}: rows of {rest} in the checkpoint, of {list(param.shape[1:])} in the model")
         first = min(max(rows.start - start, 0), num_stored)
         end = min(max(rows.stop - start, first), num_stored)
         parts.append(stored[first:end])
         start += num_stored
-    tensor = torch.cat(parts)
-    if tensor.shape != local_shard(param).shape or start != len(param):
-        raise ConfigError(f"{name}: {(start, *tensor.shape[1:])} in the checkpoint, {(*param.shape,)} in the model")
-    return tensor
+    if start != len(param):
+        raise ConfigError(f"{name}: {start} rows in the checkpoint, {len(param)} in the model")
+    return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -124,7 +125,10 @@ def _restore(
     for name, param in params.items():
         local_shard(param).copy_(_read_rows(files, f"param.{name}", param))
     for name, buffer in buffers.items():
-        buffer.copy_(files[0].get_tensor(f"buffer.{name}"))  # each rank has written all of it
+        stored = files[0].get_tensor(f"buffer.{name}")  # each rank has written all of it
+        if stored.shape != buffer.shape:
+            raise ConfigError(f"{name}: {tuple(stored.shape)} in the checkpoint, {tuple(buffer.shape)} in the model")
+        buffer.copy_(stored)
     if optimizer is None:
         return
     has_reference = any(name.startswith("reference.") for name in names)
@@ -134,6 +138,7 @@ def _restore(
         raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
+    forms: dict[str, tuple] = {}  # of the tensors that the optimizer keeps under one key
     for stored in names:
         kind, _, rest = stored.partition(".")
         if kind in ("param", "buffer", "reference"):
@@ -141,6 +146,24 @@ def _restore(
         # Of the optimizer, which has no state before its first step.
         key, _, name = rest.partition(".")
         value = _read_state(files, stored, kind, params[name])
+        form = kind, value.dtype, value.dim() == 0
+        if form != forms.setdefault(key, form):
+            raise ConfigError(f"{path}: {stored} is not like the {key} of other parameters")
         if kind in ("sharded", "local") and isinstance(optimizer, Optimizer):
             value = optimizer.at_rest(key, value)  # at once: the device may not have room for all of them
         optimizer.state[params[name]][key] = value
+    if isinstance(optimizer, Optimizer):
+        _check_keys(path, optimizer)
+
+
+def _check_keys(path: Path, optimizer: Optimizer) -> None:
+    """ConfigError where torch's optimizer of a class has other tensors for a parameter than for the first one."""
+    keys_of_class: dict[type, set[str]] = {}
+    for part in optimizer.optimizers:
+        for param in part.param_groups[0]["params"]:
+            keys = set(part.state.get(param, ()))
+            if not keys:  # it has had no gradient
+                continue
+            expected = keys_of_class.setdefault(type(part), keys)
+            if keys != expected:
+                raise ConfigError(f"{path}: of one parameter it has {sorted(keys)}, of others {sorted(expected)}")

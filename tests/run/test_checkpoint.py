@@ -4,10 +4,12 @@ import errno
 import json
 import math
 import os
+import random
 import shutil
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,13 +20,14 @@ from dist_case import alone, make_samples
 from families import make_family
 from ranks import ranks
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
 from base.hf.weights import full_tensors
-from base.inputs.resume import committed
+from base.inputs.resume import committed, digest
 from base.system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
+from base.system.optimizer import Optimizer
 from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from head import HeadOptions, response_logps
@@ -36,6 +39,7 @@ from run.folder import open_run_folder
 STATE = {"consumed_samples": 96, "num_bad_steps": 0, "fingerprint": "abc", "last_validation": {"accuracy": 0.5}}
 
 
+NUM_FORGED = 200
 LORA = LoRAConfig(enabled=True, dim=3)  # of 2 ranks, one holds 2 rows of A and the other 1
 
 
@@ -416,3 +420,66 @@ def test_resumed_run_says_anew_how_it_ended(one_rank, tmp_path, monkeypatch):
     report_exit(0, "trained to step 9", folder)
     end = json.loads((folder / "exit.json").read_text())
     assert end == {"code": 0, "reason": "trained to step 9", "rank": 0, "host": host_name()}
+
+
+# ------------------------------------------------------------------------- forged: another content, and right checksums
+
+
+def forged(tensors, rng):
+    """The tensors of a shard, one of which has another name, type or shape, or is gone, or one more."""
+    name = rng.choice([*tensors, *(name for name in tensors if not name.startswith("param."))])
+    tensor = tensors[name]
+    kind, key, param = name.split(".", 2)
+    ways = {
+        "gone": lambda: tensors.pop(name),
+        "renamed": lambda: tensors.update({f"{kind}.{key}x.{param}": tensors.pop(name)}),
+        "of another kind": lambda: tensors.update(
+            {f"{rng.choice(['replicated', 'local', 'other', 'buffer'])}.{key}.{param}": tensors.pop(name)}
+        ),
+        "of no parameter": lambda: tensors.update({f"{kind}.{key}.none": tensor.clone()}),
+        "without a key": lambda: tensors.update({kind: tensor.clone()}),
+        "one more": lambda: tensors.update({f"{kind}.extra.{param}": tensor.clone()}),
+        "integers": lambda: tensors.update({name: tensor.to(torch.int64)}),
+        "doubles": lambda: tensors.update({name: tensor.to(torch.float64)}),
+        "texts of bits": lambda: tensors.update({name: tensor.bool()}),
+        "one number": lambda: tensors.update({name: tensor.new_zeros(())}),
+        "no number": lambda: tensors.update({name: tensor.new_zeros((0,))}),
+        "a row more": lambda: tensors.update({name: tensor.new_zeros((3, *tensor.shape[1:]))}),
+        "another width": lambda: tensors.update({name: tensor.new_zeros((*tensor.shape, 2))}),
+    }
+    way = rng.choice([*ways])
+    ways[way]()
+    return way, name
+
+
+def test_a_forged_checkpoint_ends_in_a_sentence_or_trains(tiny, one_rank, tmp_path):
+    """red_team4: 2 of 200 with wrong tensors of the optimizer ended in a traceback."""
+    place, device, mesh = one_rank
+    model = load_policy(tiny[0], device=device, mesh=mesh)
+    parts = [(partial(torch.optim.AdamW, fused=True), [*model.parameters()])]
+    optimizer = Optimizer(parts, offloads=False, first_moment_dtype=torch.float32)
+    train_step(model, optimizer, 0, place)
+    with checkpoint.Saver(tmp_path, CheckpointingConfig(), place) as saver:
+        saver.save(1, model, optimizer, STATE, {}, {})
+    folder = tmp_path / "step_000001"
+    shard = folder / "rank_00000.safetensors"
+    tensors = load_file(shard)
+    rng = random.Random(4)
+    refused = Counter()
+    for _ in range(NUM_FORGED):
+        changed = dict(tensors)
+        way, name = forged(changed, rng)
+        save_file(changed, shard)
+        meta = json.loads((folder / "meta.json").read_text())
+        meta["files"][shard.name] = {"sha256": checkpoint.sha256_of(shard), "bytes": shard.stat().st_size}
+        del meta["sha256"]
+        (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digest(meta)}))
+        optimizer.state.clear()
+        try:
+            restore.load(tmp_path, CheckpointingConfig(), model, optimizer, place, {})
+        except ConfigError as error:
+            assert "\n" not in str(error), (way, name)
+            refused[way] += 1
+            continue
+        train_step(model, optimizer, 1, place)
+    assert refused.total() > NUM_FORGED / 2 and len(refused) > 9
