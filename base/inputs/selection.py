@@ -10,7 +10,6 @@ one of its row, for the policy has changed since.
     module:function   a row is drawn in proportion to function(right, graded) >= 0: a user's, of its replies so far
 """
 
-import math
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from records import Sample
 
 OLDER = 0.5  # the share of its weight that a group keeps when its row is sampled again
 CANDIDATES = 8  # rows that thompson compares for each that it takes
+LARGEST = 1e100  # weight of a row: all weights have a finite sum
 
 
 def learnability(right: float, graded: float) -> float:
@@ -88,12 +88,11 @@ class Selection:
         self.weight_N[number] = self._weight(right, graded)
 
     def _weight(self, right: float, graded: float) -> float:
-        """ConfigError unless the rule gives a number of at least 0."""
+        """ConfigError unless the rule gives a number from 0 to LARGEST."""
         weight = call(self.name, self.weight_of, float(right), float(graded))
-        is_number = isinstance(weight, int | float) and math.isfinite(weight)
-        if not is_number or weight < 0:
-            given = f"{right:g} right of {graded:g} replies"
-            raise ConfigError(f"{self.name} returned {weight!r:.80} for {given}: expected a number, 0 or more")
+        if not isinstance(weight, int | float) or not 0 <= weight <= LARGEST:
+            returned = f"returned {weight!r:.80} for {right:g} right of {graded:g} replies"
+            raise ConfigError(f"{self.name} {returned}: expected a number from 0 to {LARGEST:g}")
         return float(weight)
 
     def saved(self) -> str:

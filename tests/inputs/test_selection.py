@@ -192,7 +192,7 @@ def test_the_copies_of_a_repeated_row_are_one_row():
 
 
 def test_weights_that_are_none_are_refused_and_zeros_end_the_run(monkeypatch):
-    for value in (-1.0, float("nan"), float("inf"), None, "1", 0):
+    for value in (1e308, -1.0, float("nan"), float("inf"), None, "1", 0):
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(weight=lambda right, graded, value=value: value))
         with pytest.raises(ConfigError, match="mine:weight"):
             mixture_of([3], rules=["mine:weight"])
