@@ -101,7 +101,7 @@ def without_domain(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match is None or LESS.search(match["rest"]) or _LISTED.search(match["rest"]):
             continue
-        runs = re.findall(r"\\?[a-zA-Z]+", match["rest"])
+        runs = re.findall(r"\\?[a-zA-Z]+?(?=e\^)|\\?[a-zA-Z]+", match["rest"])  # Ce^x has a C
         is_held = any(match["name"] == run or (match["name"] in run and not is_word(run)) for run in runs)
         is_place = pattern is _PLACE
         if is_held != is_place:

@@ -39,7 +39,8 @@ SIGNS:: \infty <- infinity | -\infty <- -infinity | 10 <- \binom52 | \binom{5}{2
 x\le 3 \vee x\ge 5 <- x\le 3 or x\ge 5 | -1 \le \sin\theta \le 1 <- -1\le\sin\theta\le1
 x\le 3 \lor x\ge 5 <- x\ge5 or x\le3
 LISTS:: \{\frac{259}{3}, 480000e-4, 26\} <- \{48,518/6,\text{26}\} | \{1, 48, 520\} <- \{1,48,\text{520}\}
-DOMAINS:: 3k+1 <- 3k+1 \text{ where } k \in \mathbb{Z} | 3k+1, k \in \mathbb{Z} | 3k+1 \quad (k\in\mathbb{Z})
+DOMAINS:: Ce^{2x} <- Ce^{2x} \text{ for some constant } C | Ce^{2x}, C \in \mathbb{R} | Ce^{-x} for any C <- Ce^{-x}
+3k+1 <- 3k+1 \text{ where } k \in \mathbb{Z} | 3k+1, k \in \mathbb{Z} | 3k+1 \quad (k\in\mathbb{Z})
 f(x)=x+1 <- f(x)=x+1 \text{ for all real } x | f(x)=x+1 \ \forall x \in \mathbb{R} | f(x)=x+1, \forall x\in\mathbb R
 f(x)=x+1 <- f(x) = x+1 \text{ for all } x | f(x)=x+1 \text{ for every real number } x
 2n+1 <- 2n+1 \quad (n\in\mathbb{N}) | 2n+1, n \ge 0 | 2n+1 (n \geq 1) | 2n+1 \text{ for all } n
