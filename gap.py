@@ -82,11 +82,8 @@ class StepGap:
         collective."""
         of_all = None
         if cfg.grpo.async_grpo.max_age and micros[0].old_logp_R is not None:
-            parts = []
-            for micro in micros:
-                newest_R = newest_tokens(micro, version, cfg.grpo)
-                parts.append(_gap_sums(micro, micro.old_logp_R, newest_R))
-            of_all = Gap.of(reduce_over_ranks(total_of(parts)))
+            sums = total_of(gap_of_pack(micro, micro.old_logp_R, version, cfg.grpo) for micro in micros)
+            of_all = Gap.of(reduce_over_ranks(sums))
         return cls(of_all, first_is_for_all=cfg.loss_fn.old_logprobs == "sampler")
 
     def judged(self, numbers: Numbers) -> Gap:
@@ -121,24 +118,17 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
 
 def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfig) -> Metrics:
     """The pack's part of the gap, by the reduction rule of loss.py. logp_R: from the forward that trains. If the pack
-    has old_logp_R, these are compared instead, because the weights may have moved since."""
+    has old_logp_R, these are compared instead, because the weights may have moved since. A token that top_p or top_k
+    cut then or now, whose log-probability is -inf, is not measured."""
     logp_at_start_R = logp_R if micro.old_logp_R is None else micro.old_logp_R
-    kept_now_R = logp_R != -torch.inf  # else cut by top_p or top_k, as in `policy_loss`
-    return _gap_sums(micro, logp_at_start_R, newest_tokens(micro, version, grpo), kept_now_R)
-
-
-def _gap_sums(micro: MicroBatch, logp_R: Tensor, newest_R: Tensor | None, kept_now_R: Tensor | None = None) -> Metrics:
-    """The pack's part of the gap, by the reduction rule of loss.py. logp_R: the trainer's, at the start of the step;
-    -inf where top_p or top_k cut the token then. kept_now_R: the tokens that they keep under the weights of the loss,
-    which may have moved since."""
-    measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & (logp_R != -torch.inf)
-    if kept_now_R is not None:
-        measured_R = measured_R & kept_now_R
+    is_kept_R = (logp_at_start_R != -torch.inf) & (logp_R != -torch.inf)
+    measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & is_kept_R
+    newest_R = newest_tokens(micro, version, grpo)
     if newest_R is not None:
         measured_R = measured_R & newest_R
     # Without such a token, as in a minibatch of filtered samples, the gap is 0 and not 0/0.
     count = measured_R.sum() + 1e-9
-    gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_R, 0.0).abs()
+    gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_at_start_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
     return {"logp_gap_mean": (gap_R.sum(), count), "logp_gap_max": Max(largest)}
 

@@ -29,7 +29,7 @@ Dims, as in grpo.py, but K is the two statistics of a row, logp and entropy. J: 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ PACK_DEPENDENCE = (
     "grpo.allow_pack_dependence=true to train it anyway"
 )
 
-Result = TypeVar("Result")
 PolicyLoss = Callable[..., tuple[Tensor, Metrics]]  # `loss.policy_loss`, or what a compiler makes of it
 
 
@@ -124,22 +123,14 @@ class LossOfLogps(Protocol):
     ) -> tuple[Tensor, Metrics]: ...
 
 
-class PackedModel(Protocol):
-    """`model.Decoder`: calls `compute` with the hidden states at pos_R and the output layer's weight."""
-
-    def __call__(
-        self, token_T: Tensor, position_T: Tensor, layout, pos_R: Tensor, compute: Callable[[Tensor, Tensor], Result]
-    ) -> Result: ...
-
-
 # ------------------------------------------------------------------------------------------------- log-probabilities
 
 
 def response_logps(
-    model: PackedModel, inputs: tuple, target_R: Tensor, options: HeadOptions, top_k: int | None = None
+    model: Callable, inputs: tuple, target_R: Tensor, options: HeadOptions, top_k: int | None = None
 ) -> tuple[Tensor, ...]:
-    """(logp_R, entropy_R) of the target tokens under the model, float32, in nats. inputs: `MicroBatch.model_inputs`.
-    With top_k also (logp_RJ, ids_RJ), of the ids that are likeliest under the model."""
+    """(logp_R, entropy_R) of the target tokens under the model, a `model.Decoder`, float32, in nats. inputs:
+    `MicroBatch.model_inputs`. With top_k also (logp_RJ, ids_RJ), of the ids that are likeliest under the model."""
     return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options, top_k=top_k))
 
 

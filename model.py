@@ -315,17 +315,16 @@ def shard(model: Decoder, mesh: DeviceMesh, *, precision: str, cpu_offload: bool
 
     for router in model.model.routers:
         fully_shard(router, mesh=mesh, **offload)
-        if mesh.size() > 1:
-            router.set_gradient_divide_factor(1.0)
-            router.set_force_sum_reduction_for_comms(True)
-    for module in (*model.model.layers, *ends, model):
+    units = [*model.model.layers, *ends, model]
+    for module in units:
         stays = model.keeps_gathered or module in (model.lm_head, model)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not stays, **offload)
-        if mesh.size() > 1:  # one rank would divide all gradients by 1
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
         if stays:
             module.register_forward_hook(free_without_backward)
+    if mesh.size() > 1:  # one rank would divide all gradients by 1
+        for module in (*model.model.routers, *units):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     if ends:
         model.model.embed_tokens.set_unshard_in_backward(False)  # its gradient needs only the tokens
 
