@@ -19,7 +19,8 @@ MAX_DEGREE = 24  # of a polynomial whose zeros are computed
 MAX_INNER_BARS = 3  # inside others
 BENT = ("Abs", "log", "Max", "Min", "sign", "floor", "ceiling", "asin", "acos", "atan")
 TOLERANCE = 1e-6  # relative
-SIZES = [0.37 * step for step in range(1, 81)] + [30 * 1.1**step for step in range(110)]
+SIZES = [0.37 * step for step in range(1, 81)]
+SIZES += [30 * 1.1**step for step in range(110)]
 DISTANCES = (1e-3, 0.01, 0.1, 0.4, 1.2, 4.0, 15.0)  # from a zero
 OPERATIONS = {"Add": math.fsum, "Mul": math.prod}  # of all parts at once
 FUNCTIONS: dict[str, Callable[..., float]] = {
@@ -56,7 +57,9 @@ def differing_points(one: "sympy.Expr", other: "sympy.Expr", seed: str, forgives
         sides = [compiled(side, symbols) for side in (one, other)]
     except (KeyError, TypeError, ValueError, ArithmeticError):  # functions without floats, complex numbers
         return
-    signs = [signs_of(place, len(symbols), sides, rng) for place in range(len(symbols))]
+    signs = []
+    for place in range(len(symbols)):
+        signs.append(signs_of(place, len(symbols), sides, rng))
     for values in samples(sorted(inner, key=str), symbols, signs, rng):
         try:
             left, right = (real_value(side, values) for side in sides)
@@ -124,13 +127,15 @@ def signs_of(place: int, num_variables: int, sides: Sequence[Function], rng: ran
 def samples(inner: Sequence, symbols: Sequence, signs: Sequence[tuple], rng: random.Random) -> Iterator[list[float]]:
     """Values of the variables: along each axis in turn through random places, and, of several variables, at random."""
     is_single = len(symbols) == 1
-    for _ in range(1 if is_single else 3):
+    num_places, num_random = (1, 0) if is_single else (3, 60)
+    for _ in range(num_places):
         base = [rng.choice(sign) * round(rng.uniform(0.1, 9), 2) for sign in signs]
+        value_of = dict(zip(symbols, base, strict=True))
         for place, symbol in enumerate(symbols):
-            for value in along(inner, symbol, dict(zip(symbols, base, strict=True)), is_single, rng):
+            for value in along(inner, symbol, value_of, is_single, rng):
                 if value > 0 or -1 in signs[place]:
                     yield [*base[:place], value, *base[place + 1 :]]
-    for _ in range(0 if is_single else 60):
+    for _ in range(num_random):
         yield [rng.choice(sign) * 10 ** rng.uniform(-2, 3) for sign in signs]
 
 
@@ -139,12 +144,18 @@ def along(inner: Sequence, symbol: "sympy.Symbol", base: dict, is_single: bool, 
     import sympy
 
     fixed = {other: sympy.Rational(str(value)) for other, value in base.items() if other != symbol}
-    bends = sorted({zero for part in inner for zero in zeros(part.xreplace(fixed), symbol)})
+    found: set[float] = set()
+    for part in inner:
+        found.update(zeros(part.xreplace(fixed), symbol))
+    bends = sorted(found)
     values = [(low + high) / 2 for low, high in itertools.pairwise(bends)]
     for distance in DISTANCES:
-        values += [bend + sign * distance * rng.uniform(0.7, 1.3) for bend in bends for sign in (1, -1)]
+        for bend, sign in itertools.product(bends, (1, -1)):
+            values.append(bend + sign * distance * rng.uniform(0.7, 1.3))
     sizes = SIZES if is_single else SIZES[::4]
-    return values + [sign * size * rng.uniform(0.995, 1.005) for size in sizes for sign in (1, -1)]
+    for size, sign in itertools.product(sizes, (1, -1)):
+        values.append(sign * size * rng.uniform(0.995, 1.005))
+    return values
 
 
 def zeros(part: "sympy.Expr", symbol: "sympy.Symbol") -> list[float]:
@@ -178,7 +189,9 @@ def without_bars(part: "sympy.Expr") -> list["sympy.Expr"]:
         bars = sorted(forms[0].atoms(sympy.Abs), key=str)  # Abs(Abs(x) - 1) before Abs(x)
         if not bars:
             break
-        forms = [form.xreplace({bars[0]: sign * bars[0].args[0]}) for form in forms for sign in (1, -1)]
+        bar = bars[0]
+        (inside,) = bar.args
+        forms = [form.xreplace({bar: sign * inside}) for form in forms for sign in (1, -1)]
     return forms
 
 

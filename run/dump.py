@@ -41,7 +41,8 @@ from run.job import Run
 T = TypeVar("T")
 
 # Of each token in a rank's file, where the sequences lie back to back; a column is called as here with `_T`.
-DUMPED = np.dtype([*((name, TOKEN[name]) for name in TOKEN.names), ("trainer_logp", "f4"), ("entropy", "f4")])
+COLUMNS = [(name, TOKEN[name]) for name in TOKEN.names]
+DUMPED = np.dtype([*COLUMNS, ("trainer_logp", np.float32), ("entropy", np.float32)])
 NOT_RECORDED = ("sequences", "grade", "messages", "engine", "is_filtered", "number", "advantage")
 NOT_RECORDED += ("tokens", "experts_TLA", "calls", "holder", "place", "num_mask_tokens")
 RECORDED = {
@@ -86,7 +87,8 @@ def read(folder: Path) -> list[Sample]:
 
 
 def _read(folder: Path) -> list[Sample]:
-    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = (folder / "samples.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
     tokens_of: dict[int, np.ndarray] = {}  # by the number of the line
     experts_of: dict[int, np.ndarray] = {}
     for file in sorted(folder.glob("rank_*.safetensors")):
@@ -98,17 +100,17 @@ def _read(folder: Path) -> list[Sample]:
             if column.shape != (num_tokens,):
                 raise ValueError(f"{file.name}: {name}_T has the shape {column.shape}")
             tokens[name] = column
-        end = 0
-        for number, size in zip(columns["sample_S"].tolist(), columns["num_tokens_S"].tolist(), strict=True):
-            start = end
-            end = end + size
-            tokens_of[number] = tokens[start:end]
+        numbers = columns["sample_S"].tolist()
+        ends = columns["num_tokens_S"].cumsum()
+        parts = np.split(tokens, ends[:-1])
+        tokens_of.update(zip(numbers, parts, strict=True))
         if "experts_TLA" in columns:
-            numbers = columns["sample_S"].tolist()
+            experts_TLA = columns["experts_TLA"]
             ends = np.cumsum([records[number]["num_routed_tokens"] for number in numbers])
-            if len(columns["experts_TLA"]) != ends[-1]:
-                raise ValueError(f"{file.name}: experts_TLA has {len(columns['experts_TLA'])} rows, not {ends[-1]}")
-            experts_of |= zip(numbers, np.split(columns["experts_TLA"], ends[:-1]), strict=True)
+            if len(experts_TLA) != ends[-1]:
+                raise ValueError(f"{file.name}: experts_TLA has {len(experts_TLA)} rows, not {ends[-1]}")
+            parts = np.split(experts_TLA, ends[:-1])
+            experts_of.update(zip(numbers, parts, strict=True))
     samples: list[Sample] = []
     for number, record in enumerate(records):
         sequence = _recorded(TokenSequence, record)
@@ -154,7 +156,8 @@ def _columns(run: Run, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     in nats, and NaN for the others. A collective: all ranks make as many forwards."""
     lengths = [row.sequence.num_output_tokens for row in rows]
     dumped = np.empty(sum(lengths), DUMPED)
-    tokens = np.concatenate([np.zeros(0, TOKEN), *(row.sequence.tokens for row in rows)])
+    of_sequences = [row.sequence.tokens for row in rows]
+    tokens = np.concatenate([np.empty(0, TOKEN), *of_sequences])
     for name in TOKEN.names:
         dumped[name] = tokens[name]
     dumped["trainer_logp"] = np.nan
@@ -169,7 +172,8 @@ def _columns(run: Run, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         packs.append(empty_pack())
     # `Pack.source_R` counts the ids of the sequences in the order in which they were packed.
     packed = [row for part in parts for row in part]
-    place_of_source = np.concatenate([np.zeros(0, np.int64), *(places[id(row.sequence)] for row in packed)])
+    of_packed = [places[id(row.sequence)] for row in packed]
+    place_of_source = np.concatenate([np.empty(0, np.int64), *of_packed])
     for pack in packs:
         micro = to_device(pack, run.device)
         logp_R, entropy_R = response_logps(run.model, micro.model_inputs, micro.target_R, run.head_options)

@@ -157,7 +157,9 @@ def tokens_of(record: dict) -> Tokens:
 
 def advantage_columns(advantage: list[float], turn_tokens: list[int], is_trained_T: np.ndarray) -> Tokens:
     """The advantage of each token: the trained ones belong to the turns in their order. Empty if the counts differ."""
-    if len(advantage) != len(turn_tokens) or sum(turn_tokens) != is_trained_T.sum() or min(turn_tokens, default=0) < 0:
+    if len(advantage) != len(turn_tokens) or min(turn_tokens, default=0) < 0:
+        return {}
+    if sum(turn_tokens) != is_trained_T.sum():
         return {}
     advantage_T = np.full(len(is_trained_T), math.nan, np.float32)
     advantage_T[is_trained_T] = np.repeat(np.array(advantage, np.float32), turn_tokens)
@@ -197,7 +199,9 @@ def tree_of(rows: Any) -> list[dict]:
         return place
 
     def find_or_add(parent: int, message: dict) -> int:
-        place = places.get((parent, str(message.get("role")), message_text(message).strip()))
+        role = str(message.get("role"))
+        said = message_text(message).strip()
+        place = places.get((parent, role, said))
         if place is None:
             return add(parent, message)
         return place
@@ -217,7 +221,8 @@ def tree_of(rows: Any) -> list[dict]:
 
 def add_call(node: dict, call: dict) -> None:
     ids = call.get("ids")
-    numbers = {name: for_json(call.get(name)) for name in ("number", "is_trained", "reward", "advantage")}
+    shown = ("number", "is_trained", "reward", "advantage")
+    numbers = {name: for_json(call.get(name)) for name in shown}
     numbers["num_tokens"] = len(ids) if isinstance(ids, list) else 0
     node["call"] = numbers
     tokens = tokens_of(call)
@@ -308,8 +313,10 @@ def columns_of(arrays: dict[str, np.ndarray]) -> dict[int, Tokens]:
     if len(ends) and ends[-1] != len(arrays["mask_T"]):
         raise ValueError(f"{len(arrays['mask_T'])} tokens in place of {ends[-1]}")
     columns_of_line = {}
-    for line, end, num_tokens in zip(arrays["sample_S"].tolist(), ends, arrays["num_tokens_S"], strict=True):
-        columns_of_line[line] = {name: column_T[end - num_tokens : end] for name, column_T in columns_T.items()}
+    start = 0
+    for line, end in zip(arrays["sample_S"].tolist(), ends, strict=True):
+        columns_of_line[line] = {name: column_T[start:end] for name, column_T in columns_T.items()}
+        start = end
     return columns_of_line
 
 

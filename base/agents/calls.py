@@ -145,8 +145,12 @@ class Rollout:
     def _free_seeds(self, prompt_ids: list[int], num_calls: int) -> list[int]:
         """Seeds that no other call of this prompt has."""
         used = {call.seed for call in self.calls if call.prompt_ids == prompt_ids}
-        seeds = [sample_seed(*self.seed_key, *prompt_ids, time) for time in range(len(used) + num_calls)]
-        return [seed for seed in seeds if seed not in used][:num_calls]
+        free = []
+        for time in range(len(used) + num_calls):
+            seed = sample_seed(*self.seed_key, *prompt_ids, time)
+            if seed not in used:
+                free.append(seed)
+        return free[:num_calls]
 
     def _no_room(self, after: str) -> Refused:
         self.was_refused_for_room = True

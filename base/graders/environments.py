@@ -80,9 +80,11 @@ def _read(gave: str, result: StepResult) -> StepResult:
         raise _wrong(gave, "done", result.done, "True or False")
     if not result.done and not _are_messages(result.observation):
         raise _wrong(gave, "observation", result.observation, "messages {role, content} with text in both")
-    if all(abs(value) <= sys.float_info.max for value in (result.reward, *parts.values())):
-        return replace(result, reward=float(result.reward), rewards={name: float(parts[name]) for name in parts})
-    return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
+    numbers = [result.reward, *parts.values()]
+    if not all(abs(number) <= sys.float_info.max for number in numbers):
+        return replace(result, reward=0.0, rewards=dict.fromkeys(parts, 0.0), outcome="error", done=True)
+    rewards = {name: float(part) for name, part in parts.items()}
+    return replace(result, reward=float(result.reward), rewards=rewards)
 
 
 def _wrong(gave: str, field: str, value: object, form: str) -> ConfigError:
@@ -98,7 +100,9 @@ def _are_messages(values: object) -> bool:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _self_test(name: str, environment: Environment) -> None:

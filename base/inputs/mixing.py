@@ -116,7 +116,8 @@ class Mixture:
                 index = next(selected[name])
                 drawn[name] += 1
             elif index is None:
-                (index,) = self.order(self.sizes[name], drawn[name], 1, stream=(names.index(name),))
+                stream = (names.index(name),)
+                (index,) = self.order(self.sizes[name], drawn[name], 1, stream=stream)
                 drawn[name] += 1
             problem = self.datasets[name].problems[index]
             problems.append(problem)
@@ -128,7 +129,8 @@ class Mixture:
         """For each set with a prompt_selection, more rows than the draw will take of it."""
         rows = {}
         for number, (name, selection) in enumerate(self.selections.items()):
-            generator = np.random.Generator(np.random.PCG64([self.seed, position, number, SELECTION]))
+            bits = np.random.PCG64([self.seed, position, number, SELECTION])
+            generator = np.random.Generator(bits)
             rows[name] = iter(selection.draw(count, generator))
         return rows
 

@@ -64,7 +64,8 @@ class Selection:
         sum_N = self.weight_N.cumsum()
         if sum_N[-1] == 0:
             raise StopRun(f"{self.name} gives every row the weight 0: nothing is left to train on")
-        return np.searchsorted(sum_N, generator.random(count) * sum_N[-1], side="right").tolist()
+        drawn_P = sum_N[-1] * generator.random(count)
+        return np.searchsorted(sum_N, drawn_P, side="right").tolist()
 
     def _nearest_to_half(self, count: int, generator: np.random.Generator) -> list[int]:
         candidate_PC = generator.integers(len(self.right_N), size=(count, CANDIDATES))
@@ -98,11 +99,13 @@ class Selection:
     def saved(self) -> str:
         """The counts, as text for a checkpoint."""
         counts = np.stack([self.right_N, self.graded_N]).astype("<f8")
-        return b64encode(zlib.compress(counts.tobytes(), level=1)).decode()
+        compressed = zlib.compress(counts.tobytes(), level=1)
+        return b64encode(compressed).decode()
 
     def restore(self, saved: str) -> None:
         """Takes counts that `saved` gave for the same rows."""
-        counts = np.frombuffer(zlib.decompress(b64decode(saved)), "<f8")
+        compressed = b64decode(saved)
+        counts = np.frombuffer(zlib.decompress(compressed), "<f8")
         self.right_N, self.graded_N = counts.reshape(2, -1).copy()
         for number in self.graded_N.nonzero()[0]:
             self.weight_N[number] = self._weight(self.right_N[number], self.graded_N[number])
