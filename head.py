@@ -173,8 +173,7 @@ def linear_loss(
     num_grad_rows: in one pass, only the first num_grad_rows rows get a gradient; the rest get logp and entropy alone.
     A gradient that the loss has at the rest counts in `DEVIATION`.
     needs_unfiltered: loss_of also gets unfiltered_logp_R, without the sampling_filter, for the KL. Only with two passes
-    (`choose_loss_path` sees to it).
-    ids_RJ: loss_of also gets logp_RJ, the log-probabilities of these ids. Only with two passes, too.
+    (`choose_loss_path` sees to it). ids_RJ: and logp_RJ, of these ids, likewise.
     Memory of one pass: a chunk of logits in float32 (twice with torch), and both gradients; the weight's is in float32
     until backward.
     """

@@ -33,22 +33,20 @@ class _LinearLogp(torch.autograd.Function):
         vocab, temperature, *_ = options
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
-        logp_TJ = None if ids_TJ is None else stats_KT.new_empty(ids_TJ.shape)
+        difference_TJ = None if ids_TJ is None else stats_KT.new_empty(ids_TJ.shape)
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             rows = chunk.rows
             if finds_ids:
                 ids_TJ[rows] = chunk.logits_CV[:, :vocab].topk(ids_TJ.shape[1], 1).indices
             if ids_TJ is not None:
                 target_logit_C1 = chunk.logits_CV.gather(1, chunk.target_C[:, None])
-                logp_TJ[rows] = (chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1) / temperature
+                difference_TJ[rows] = (chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1) / temperature
             stats_KT[:, rows] = chunk.logp_and_entropy()
-        if ids_TJ is not None:
-            logp_TJ += stats_KT[0, :, None]
-        return stats_KT[0], stats_KT[1], logp_TJ
+        return stats_KT[0], stats_KT[1], difference_TJ
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logp_T, grad_entropy_T, grad_logp_TJ):
+    def backward(ctx, grad_logp_T, grad_entropy_T, grad_difference_TJ):
         hidden_TD, weight_VD, target_T, ids_TJ = ctx.saved_tensors
         _, temperature, _, _, softcap = ctx.options
         wide = wide_dtype(weight_VD)
@@ -59,18 +57,17 @@ class _LinearLogp(torch.autograd.Function):
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
             rows = chunk.rows
-            g_C = grad_logp_T[rows]
-            if grad_logp_TJ is not None:
+            if grad_difference_TJ is not None:
                 places_CJ = torch.cat([chunk.target_C[:, None], ids_TJ[rows]], 1)
-                sum_C1 = grad_logp_TJ[rows].sum(1, keepdim=True)
-                g_C = g_C + sum_C1[:, 0]
-                added_CJ = torch.cat([-sum_C1, grad_logp_TJ[rows]], 1) / temperature
+                g_CJ = grad_difference_TJ[rows]
+                added_CJ = torch.cat([-g_CJ.sum(1, keepdim=True), g_CJ], 1) / temperature
                 if softcap is not None:
                     added_CJ *= 1 - (chunk.logits_CV.gather(1, places_CJ) / softcap).square()
             chunk.logp_and_entropy()
+            g_C = grad_logp_T[rows]
             h_C = None if grad_entropy_T is None else grad_entropy_T[rows]
             dz_CV = chunk.dlogits(g_C, h_C)
-            if grad_logp_TJ is not None:
+            if grad_difference_TJ is not None:
                 for part in (slice(0, 1), slice(1, None)):  # the target may be among the ids: sums have one order
                     dz_CV.scatter_add_(1, places_CJ[:, part], added_CJ[:, part].to(dz_CV.dtype))
             write_gradients(dz_CV, rows, hidden_TD, weight_VD, grad_hidden_TD, grad_weight_VD, accumulate=True)
@@ -116,9 +113,9 @@ def linear_logp(
         ids_TJ = target_T.new_empty(len(target_T), min(top_k, vocab or len(weight_VD)))
     assert ids_TJ is None or sampling_filter is None, sampling_filter
     inputs = (hidden_TD, weight_VD, target_T.contiguous(), ids_TJ, top_k is not None)
-    logp_T, entropy_T, logp_TJ = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter, softcap)
+    logp_T, entropy_T, difference_TJ = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter, softcap)
     if ids_TJ is not None:
-        return logp_T, entropy_T, logp_TJ, ids_TJ
+        return logp_T, entropy_T, logp_T[:, None] + difference_TJ, ids_TJ
     if return_entropy:
         return logp_T, entropy_T
     return logp_T
