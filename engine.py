@@ -269,10 +269,11 @@ class VLLMEngine:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ends these requests, or all that are unfinished, without a completion."""
         names = [*self.versions_by_request] if request_ids is None else request_ids
-        running = [name for name in names if self.versions_by_request.pop(name, None)]
+        running = [name for name in names if name in self.versions_by_request]
         if running and not self.is_idle:
             self.llm.llm_engine.abort_request(running)
         for name in names:
+            self.versions_by_request.pop(name, None)
             self.unclaimed.pop(name, None)
 
     def ids_so_far(self) -> dict[str, list[int]]:
