@@ -93,6 +93,11 @@ def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
     if theirs["epsilon_high"] is None:
         key_of_high = "epsilon"
     high = number(theirs, key_of_high)
+    if low == 0.4 and theirs["loss_type"] == "grpo":
+        result.notes["epsilon"] = (
+            "0.4 with loss_type=grpo are the defaults of TRL's GMPOConfig, whose dump has no key of its own: if this "
+            "is one, start the run with loss_fn.token_loss=gmpo"
+        )
     result.keys["loss_fn.ratio_clip_min"] = min(low, 1.0)  # a ratio is never below 0
     result.keys["loss_fn.ratio_clip_max"] = high
     if theirs["loss_type"] == "sapo":  # has a gate in place of the clip

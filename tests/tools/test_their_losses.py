@@ -84,6 +84,7 @@ SAID = [  # what is trained almost alike: the key of the line that says what dif
     ("trl", ["use_vllm=true"], f"{NAN}=true"),
     ("trl", ["multi_objective_aggregation=normalize_then_sum"], "multi_objective_aggregation=normalize_then_sum"),
     ("trl", ["weight_decay=0.1"], "weight_decay=0.1"),
+    ("trl", ["epsilon=0.4", "loss_type=grpo"], "epsilon=0.4: 0.4 with loss_type=grpo are the defaults of TRL's GMPO"),
     ("verl", [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"),
     ("verl", [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"),
     ("verl", [f"{MODE}=geo_mean"], f"{MODE}=geo_mean"),
@@ -113,6 +114,8 @@ def test_what_differs_is_said(system, words, line, tmp_path):
     [
         ("trl", ["mask_truncated_completions=true"]),
         ("trl", ["loss_type=grpo", "num_iterations=2"]),
+        ("trl", ["epsilon=0.4"]),
+        ("trl", ["epsilon=0.3", "loss_type=grpo"]),
         ("trl", ["weight_decay=0.1", "use_peft=true"]),
         ("verl", []),
         ("verl", [f"{MODE}=gspo"]),
