@@ -148,8 +148,12 @@ class Plan:
 
     @cached_property
     def sizes_of_blocks(self) -> list[int]:
-        shapes = self.shapes | self.trained
-        return [count(shapes, f"model.layers.{number}.") for number in range(self.model.num_hidden_layers)]
+        sizes = [0] * self.model.num_hidden_layers
+        for name, shape in (self.shapes | self.trained).items():
+            _, is_in_block, rest = name.partition("model.layers.")
+            if is_in_block:
+                sizes[int(rest.partition(".")[0])] += math.prod(shape)
+        return sizes
 
     @property
     def head(self) -> int:
@@ -167,7 +171,8 @@ class Plan:
 
     def rows(self, shapes: Shapes) -> int:
         """Elements of the shards of a rank. FSDP2 splits rows; each rank is counted as the one with the most."""
-        return sum(-(-rows // self.num_shards) * math.prod(rest) for rows, *rest in shapes.values())
+        num_shards = self.num_shards
+        return sum(-(-rows // num_shards) * math.prod(rest) for rows, *rest in shapes.values())
 
     @property
     def matrices(self) -> Shapes:
