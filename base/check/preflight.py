@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from base.check import memory_fit, rules
 from base.check.command_line import gpu_memory, last_value, parse_command_line
-from base.check.summary import MAX_ROWS, data_lines, notes, template_notes, turn_notes
+from base.check.summary import MAX_ROWS, data_lines, notes, template_notes
 from base.hf.folder import missing_weights
 from base.hf.model_config import ModelConfig
 from base.inputs.key_help import help_text
@@ -51,7 +51,7 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
     found = [
         *notes(cfg, inputs.model_config, num_steps),
         *template_notes(cfg, inputs),
-        *turn_notes(cfg, inputs, asks_again),
+        *_turn_notes(cfg, inputs, asks_again),
     ]
     lines += [f"note       {note}" for note in found]
     absent = missing_weights(inputs.model_folder) if to_plan else []
@@ -79,6 +79,22 @@ def check(cfg: Config, *, all_rows: bool = False, gpu_bytes: float | None = None
         lines.append(step_time.time_line(plan, gpu, step, num_steps))
     lines.append(step_time.disk_line(plan))
     return "\n".join(lines)
+
+
+def _turn_notes(cfg: Config, inputs: RunInputs, asks_again: Sequence[str]) -> list[str]:
+    """Environments that ask for another turn where none can come."""
+    found = []
+    prompt = min(len(dataset.problems[0].prompt_ids) for dataset in inputs.train.datasets.values())
+    new = cfg.policy.generation.max_new_tokens
+    total = cfg.policy.max_total_sequence_length
+    for name in asks_again:
+        asks = f"env_name '{name}' asks for another turn (done=False)"
+        if cfg.grpo.max_rollout_turns == 1:
+            found.append(f"{asks}, but grpo.max_rollout_turns=1: raise it, or nobody answers")
+        elif prompt + new + 2 > total:  # a token of the environment and one of the policy
+            room = f"a prompt of {prompt} tokens and a reply of policy.generation.max_new_tokens={new} leave no room"
+            found.append(f"{asks}, but {room} in policy.max_total_sequence_length={total}: raise that")
+    return found
 
 
 def _mean_prompt(inputs: RunInputs) -> float:

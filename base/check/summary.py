@@ -1,6 +1,5 @@
 """What `--check` and the start of a run print of their data and settings. No torch."""
 
-from collections.abc import Sequence
 
 from base.hf.model_config import ModelConfig
 from base.inputs.keys import FIELDS
@@ -103,20 +102,4 @@ def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:
         tools = dataset.problems[0].tools
         if tools and not tokenizer.shows_tools(tools):
             found.append(f"{purpose}: {dataset.path} has tools, which the chat template leaves out of the prompt")
-    return found
-
-
-def turn_notes(cfg: Config, inputs: RunInputs, asks_again: Sequence[str]) -> list[str]:
-    """Environments that ask for another turn where none can come."""
-    found = []
-    prompt = min(len(dataset.problems[0].prompt_ids) for dataset in inputs.train.datasets.values())
-    new = cfg.policy.generation.max_new_tokens
-    total = cfg.policy.max_total_sequence_length
-    for name in asks_again:
-        asks = f"env_name '{name}' asks for another turn (done=False)"
-        if cfg.grpo.max_rollout_turns == 1:
-            found.append(f"{asks}, but grpo.max_rollout_turns=1: raise it, or nobody answers")
-        elif prompt + new + 2 > total:  # a token of the environment and one of the policy
-            room = f"a prompt of {prompt} tokens and a reply of policy.generation.max_new_tokens={new} leave no room"
-            found.append(f"{asks}, but {room} in policy.max_total_sequence_length={total}: raise that")
     return found

@@ -382,7 +382,7 @@ WHEELS = {"trl": "trl-1.16.0-py3-none-any.whl", "verl": "verl-0.9.1-py3-none-any
 @pytest.mark.parametrize("system", NAMES)
 def test_the_recorded_defaults_are_those_of_the_wheel(system):
     wheel = Path(os.environ["PEER_WHEELS"]) / WHEELS[system]
-    command = [sys.executable, str(ROOT / "tools" / "their_defaults.py"), str(wheel)]
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "their_defaults.py"), str(wheel)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     table = load_table(system)
     assert _named_as_now(yaml.safe_load(done.stdout), table) == table["recorded"]

@@ -1,7 +1,7 @@
 """The keys of TRL or verl with their defaults, read out of a wheel: what tools/trl_*.yaml and tools/verl_*.yaml hold.
 
-    python tools/their_defaults.py trl-1.16.0-py3-none-any.whl > tools/trl_1.16.0.yaml
-    python tools/their_defaults.py verl-0.9.1-py3-none-any.whl > tools/verl_0.9.1.yaml
+    python tests/helpers/their_defaults.py trl-1.16.0-py3-none-any.whl > tools/trl_1.16.0.yaml
+    python tests/helpers/their_defaults.py verl-0.9.1-py3-none-any.whl > tools/verl_0.9.1.yaml
 
 Nothing of a wheel is run. TRL's GRPOConfig adds to TrainingArguments, which are those of the transformers beside it.
 """
@@ -91,7 +91,7 @@ def main() -> None:
         else:
             found = of_verl(wheel)
     name = "-".join(path.name.split("-")[:2])
-    print(f"# The defaults of {name}, by tools/their_defaults.py")
+    print(f"# The defaults of {name}, by tests/helpers/their_defaults.py")
     print(yaml.safe_dump(found, sort_keys=False, width=120), end="")
 
 
