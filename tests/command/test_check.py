@@ -89,6 +89,7 @@ def test_good_config_is_summed_up(work):
         "validation held.jsonl, graded by exact: 3 prompts",
         f"first      row {row} of train: '<|user|>{10 + row}+1=<|end|><|assistant|>', expected answer '{11 + row}'",
         "steps      2, each with 4 prompts x 16 samples",
+        "note       grpo.max_num_epochs=1 ends the run after 2 steps, before grpo.max_num_steps=5",
     ]
 
 
