@@ -131,13 +131,19 @@ def response_logps(
 ) -> tuple[Tensor, ...]:
     """(logp_R, entropy_R) of the target tokens under the model, a `model.Decoder`, float32, in nats. inputs:
     `MicroBatch.model_inputs`. With top_k also (logp_RJ, ids_RJ), of the ids that are likeliest under the model."""
-    return model(*inputs, lambda hidden_RD, weight_VD: head_logps(hidden_RD, weight_VD, target_R, options, top_k=top_k))
+    return model(*inputs, partial(head_logps, target_R=target_R, options=options, top_k=top_k))
 
 
 def head_logps(
-    hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: HeadOptions, **ids: Tensor | int | None
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_R: Tensor,
+    options: HeadOptions,
+    *,
+    ids_RJ: Tensor | None = None,
+    top_k: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """(logp_R, entropy_R) of kernels.linear_logp, and with its ids_TJ or top_k, `ids`, (logp_RJ, ids_RJ)."""
+    """(logp_R, entropy_R) of kernels.linear_logp. With ids_RJ or top_k also (logp_RJ, ids_RJ)."""
     return linear_logp(
         hidden_RD,
         weight_VD,
@@ -148,7 +154,8 @@ def head_logps(
         backend=options.backend,
         sampling_filter=options.sampling_filter,
         softcap=options.softcap,
-        **ids,
+        ids_TJ=ids_RJ,
+        top_k=top_k,
     )
 
 
@@ -183,9 +190,11 @@ def linear_loss(
     if options.loss.path.kind == "one pass" and needs_grad:
         assert not needs_both and ids_RJ is None, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
-    logp_R, entropy_R, *at_ids = head_logps(hidden_RD, weight_VD, target_R, options, ids_TJ=ids_RJ)
-    if at_ids:
-        loss_of = partial(loss_of, logp_RJ=at_ids[0])
+    if ids_RJ is None:
+        logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
+    else:
+        logp_R, entropy_R, logp_RJ, _ = head_logps(hidden_RD, weight_VD, target_R, options, ids_RJ=ids_RJ)
+        loss_of = partial(loss_of, logp_RJ=logp_RJ)
     if needs_both:
         unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)

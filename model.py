@@ -420,10 +420,12 @@ class Reference:
         with self.in_place_of(model) as scorer, scorer.gathered_once():
             for micro in micros:
                 # top_p and top_k keep other tokens of the reference than of the policy.
-                given = (scorer, micro.inputs_of_reference, micro.target_R, options.unfiltered, top_k)
-                micro.ref_logp_R, _, *at_ids = response_logps(*given)
-                if at_ids:
-                    micro.ref_logp_RJ, micro.ref_ids_RJ = at_ids
+                inputs = micro.inputs_of_reference
+                found = response_logps(scorer, inputs, micro.target_R, options.unfiltered, top_k)
+                if top_k is None:
+                    micro.ref_logp_R, _ = found
+                else:
+                    micro.ref_logp_R, _, micro.ref_logp_RJ, micro.ref_ids_RJ = found
 
     @torch.no_grad()
     def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:

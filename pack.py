@@ -97,8 +97,20 @@ class Pack:
 
 
 # What belongs to a response token beside tokens_R, and moves with it when rows change their order.
-ROW_FIELDS = "pos_R adv_R seq_R sample_R reward_R source_R mask_R share_R old_logp_R".split()
-ROW_FIELDS += "ref_logp_R ref_ids_RJ ref_logp_RJ".split()
+ROW_FIELDS = (
+    "pos_R",
+    "adv_R",
+    "seq_R",
+    "sample_R",
+    "reward_R",
+    "source_R",
+    "mask_R",
+    "share_R",
+    "old_logp_R",
+    "ref_logp_R",
+    "ref_ids_RJ",
+    "ref_logp_RJ",
+)
 
 
 @dataclass(slots=True)

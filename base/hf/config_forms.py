@@ -12,40 +12,68 @@ from base.hf.family import NUM_EXPERTS
 from base.system.files import read_json
 from config import ConfigError
 
-# Of fields that the readers of all families rely on, or that transformers reads and has no annotation of.
-OF_ALL = {
-    "architectures": "list of str or null",
-    "layer_types": "list of str or null",
-    "layers_block_type": "list of str or null",
-    "hybrid_override_pattern": "str or null",
-    "rope_parameters": "object or null",
-    "rope_scaling": "object or null",
-    "torch_dtype": "str or null",
-    "num_labels": "int",
-    "output_attentions": "bool or null",
-    "name_or_path": "str or null",
-    "attn_implementation": "str or null",
-    "experts_implementation": "str or null",
-    "auto_map": "object or null",
-    "rope_theta": "float or int",
-    "partial_rotary_factor": "float or int or null",
-    "sliding_window": "int or null",
-}
-# What vLLM reads in place of a field that is read here.
-NOT_READ = ("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups", "hidden_size_per_head")
-NOT_READ += ("text_config", "moe_num_experts", "block_configs", "compress_ratios", "canvas_length", "rswa_window")
-NOT_READ += ("index_topk", "mlp_layer_types")
 # What vLLM takes, if it is smaller, for max_position_embeddings.
-LENGTHS = ("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions")
-LENGTHS += ("max_sequence_length", "max_seq_length", "seq_len")
-OF_ALL |= dict.fromkeys(NOT_READ, "null") | dict.fromkeys(LENGTHS, "int or null")
-OF_ROPE = {"rope_type": "str", "type": "str", "original_max_position_embeddings": "int", "truncate": "bool"}
-OF_ROPE |= dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), "float or int")
-OF_ROPE |= dict.fromkeys(("partial_rotary_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta"), "float or int")
-OF_ROPE |= dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), "float or int or null")
-OF_ROPE |= dict.fromkeys(("full_attention", "sliding_attention", "linear_attention"), "object")
-NEEDED_BY_ROPE = {"linear": ("factor",), "yarn": ("factor",)}
-NEEDED_BY_ROPE["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
+LENGTHS = (
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+# Form -> names: of fields that the readers of all families rely on, or that transformers reads and does not annotate.
+OF_ALL = {
+    "str or null": [
+        "hybrid_override_pattern",
+        "torch_dtype",
+        "name_or_path",
+        "attn_implementation",
+        "experts_implementation",
+    ],
+    "list of str or null": ["architectures", "layer_types", "layers_block_type"],
+    "object or null": ["rope_parameters", "rope_scaling", "auto_map"],
+    "bool or null": ["output_attentions"],
+    "int": ["num_labels"],
+    "float or int": ["rope_theta"],
+    "float or int or null": ["partial_rotary_factor"],
+    "int or null": ["sliding_window", *LENGTHS],
+    # What vLLM reads in place of a field that is read here.
+    "null": [
+        "num_kv_heads",
+        "n_head_kv",
+        "multi_query_group_num",
+        "num_attention_groups",
+        "hidden_size_per_head",
+        "text_config",
+        "moe_num_experts",
+        "block_configs",
+        "compress_ratios",
+        "canvas_length",
+        "rswa_window",
+        "index_topk",
+        "mlp_layer_types",
+    ],
+}
+OF_ROPE = {
+    "str": ["rope_type", "type"],
+    "int": ["original_max_position_embeddings"],
+    "bool": ["truncate"],
+    "float or int": [
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "partial_rotary_factor",
+        "mscale",
+        "mscale_all_dim",
+        "llama_4_scaling_beta",
+    ],
+    "float or int or null": ["attention_factor", "beta_fast", "beta_slow"],
+    "object": ["full_attention", "sliding_attention", "linear_attention"],
+}
+NEEDED_BY_ROPE = {"linear": ["factor"], "yarn": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}
 CLASSES = {"null": type(None), "bool": bool, "int": int, "float": float, "str": str, "object": dict, "absent": None}
 VALUES = {
     "dtype": (None, "float16", "bfloat16", "float32", "float64"),
@@ -56,18 +84,17 @@ VALUES = {
 MAX_POSITIONS = 1 << 24
 MAX_PARTS = 1 << 16
 MAX_INT = (1 << 31) - 1
-MAXIMA = {"max_position_embeddings": MAX_POSITIONS, "original_max_position_embeddings": MAX_POSITIONS}
-MAXIMA |= dict.fromkeys(("num_hidden_layers", *NUM_EXPERTS, "num_labels"), MAX_PARTS)
+POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
+PARTS = ("num_hidden_layers", *NUM_EXPERTS, "num_labels")
 
 
 def check_forms(hf: dict, source: str) -> None:
     """ConfigError for a field of another form, or a value with which transformers or vLLM do not start."""
     check_fields(hf, {"model_type": "str or null"}, source)
-    forms = dict(OF_ALL)
-    all_forms = read_json(Path(__file__).with_suffix(".json"))
-    for kind in ("", hf.get("model_type")):
-        for form, names in all_forms.get(kind, {}).items():
-            forms |= dict.fromkeys(names, form)
+    of_kinds = read_json(Path(__file__).with_suffix(".json"))
+    forms: dict[str, str] = {}
+    for names_of_form in (OF_ALL, of_kinds[""], of_kinds.get(hf.get("model_type"), {})):
+        forms |= _form_of_names(names_of_form)
     check_fields(hf, forms, source)
     for name in ("rope_parameters", "rope_scaling"):
         _check_rope(hf.get(name) or {}, f"{source}: {name}")
@@ -88,7 +115,11 @@ def check_forms(hf: dict, source: str) -> None:
 
 def _check_sizes(fields: dict, source: str) -> None:
     for name, value in fields.items():
-        largest = MAXIMA.get(name, MAX_INT)
+        largest = MAX_INT
+        if name in POSITIONS:
+            largest = MAX_POSITIONS
+        if name in PARTS:
+            largest = MAX_PARTS
         if isinstance(value, int) and abs(value) > largest:
             raise ConfigError(f"{source}: {name}={value!r:.80}: expected up to {largest:,}")
         if name.endswith(("dropout", "pdrop")) and value is not None and not 0 <= value <= 1:
@@ -100,11 +131,19 @@ def _check_rope(rope: dict, source: str) -> None:
     for setting in (rope, *rope.values()):
         if not isinstance(setting, dict):
             continue
-        check_fields(setting, OF_ROPE, source)
+        check_fields(setting, _form_of_names(OF_ROPE), source)
         _check_sizes(setting, source)
         for name in NEEDED_BY_ROPE.get(setting.get("rope_type", setting.get("type")), ()):
             if name not in setting:
                 raise ConfigError(f"{source}: {name} is missing")
+
+
+def _form_of_names(names_of_form: dict[str, list[str]]) -> dict[str, str]:
+    forms = {}
+    for form, names in names_of_form.items():
+        for name in names:
+            forms[name] = form
+    return forms
 
 
 def check_fields(fields: dict, forms: dict[str, str], source: str) -> None:
