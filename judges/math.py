@@ -88,6 +88,7 @@ _CHOICE = re.compile(  # B, (B), option B. and (B) 12, whose text may not name a
     rf"(?:[)\]]?[.:)]?|(?:[)\]][.:]?|[.:]) ((?!.*\b(?!{_ARTICLE})[A-J](?![a-zA-Z])).+))"
 )
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
+_OR = re.compile(r"\s*,?\s*(?<![a-zA-Z\\])or(?![a-zA-Z])\s*")
 _GROUPS = re.compile(r"(?<=\d),(?=\d{3}(?![\dA-Za-z]))")
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _SET = re.compile(r"\\\{|\\emptyset")
@@ -249,7 +250,20 @@ def equal(gold: str, answer: str) -> bool:
         return True
     if max(len(one), len(other)) > MAX_ANSWER_CHARS:
         return False
-    return _same(one, other) or _same_within_domain(one, other)
+    if _same(one, other) or _same_within_domain(one, other):
+        return True
+    first_form = _first_form(other)
+    return first_form is not None and _same(one, first_form)
+
+
+def _first_form(text: str) -> str | None:
+    """The first form of a number that a text gives in several, as 1/2 or 0.5; None if the text is something else."""
+    forms = _OR.split(text)
+    numbers = [number(form) for form in forms]
+    if len(forms) == 1 or not all(numbers):
+        return None
+    values = {exact.value for exact in numbers}
+    return forms[0] if len(values) == 1 else None
 
 
 def _same_within_domain(one: str, other: str) -> bool:
