@@ -72,7 +72,6 @@ def test_a_model_with_state_learns_a_task(tmp_path):
     words += ["policy.scheduler.warmup_steps=0", "policy.optimizer.kwargs.lr=3e-3"]
     run_to_the_end(tmp_path, 40, *words, "--nproc_per_node=1")
     rewards = [line["train/reward"] for line in trained(tmp_path)]
-    print([round(reward, 3) for reward in rewards])
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1  # seven standard errors
 
 

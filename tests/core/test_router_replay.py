@@ -3,8 +3,6 @@
 The oracle is transformers' model with a router of a few lines in place of its own, which is told what to choose.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import operators_on_cpu
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from families import make_family
 from ranks import ranks
 from samples import sampled
-from test_blocks import folder_of, gradients, packed, segments, weighted_sums
+from test_blocks import drawn_experts, folder_of, gradients, packed, segments, weighted_sums, with_experts
 from tiny import VOCAB_SIZE, make_tiny
 
 import config
@@ -46,19 +44,6 @@ def replaying(folder, hf_model, *, chooses=False):
     model = load_policy(folder, device="cpu", model_config=cfg, freeze_moe_router=False)
     model.model.replay = RouterReplay(model.model.routers, cfg.num_experts, chooses)
     return model
-
-
-def drawn_experts(model, num_tokens, seed=0):
-    """[T, L, A] of any experts, int16, each once for a token."""
-    routers = model.model.routers
-    scores = torch.rand((num_tokens, len(routers), routers[0].num_experts if hasattr(routers[0], "num_experts") else 8))
-    scores.uniform_(generator=torch.Generator().manual_seed(seed))
-    return scores.argsort(dim=2)[:, :, : model.config.experts_per_token].short()
-
-
-def with_experts(inputs, experts_TLA):
-    *others, layout = inputs
-    return *others, replace(layout, experts_TLA=experts_TLA.numpy())
 
 
 def fraction(metrics, name):
