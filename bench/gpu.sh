@@ -17,12 +17,12 @@
 #     bash bench/gpu.sh peers      other projects' heads beside ours, and more shapes
 #     bash bench/gpu.sh --cpu      all on a CPU, tiny: whether the scripts work
 #
-# GRPO_PYTHON: its Python (default python3); OUT: where results go (default bench/results/gpu_<date>); SECONDS_IN_ALL:
-# after them nothing is begun and what runs is ended (450 for first and second, else 535). No network is needed. Other
-# heads and the recipe's tokenizer come from .gpu (bench/pack_gpu.sh), a slim vLLM from .gpu/1 (its install.sh) or the
-# Python; what is not there is reported as absent. The last lines of each item are printed as it ends, and its results
-# are in OUT then. Each item has a time limit of its own, and one that fails does not end the others. Exit code 1: a
-# check failed or an item broke off.
+# GRPO_PYTHON: its Python (default python3, with --cpu .venv/bin/python); OUT: where results go (default
+# bench/results/gpu_<date>); SECONDS_IN_ALL: after them nothing is begun and what runs is ended (450 for first and
+# second, else 535). No network is needed. Other heads and the recipe's tokenizer come from .gpu (bench/pack_gpu.sh), a
+# slim vLLM from .gpu/1 (its install.sh) or the Python; what is not there is reported as absent. The last lines of each
+# item are printed as it ends, and its results are in OUT then. Each item has a time limit of its own, and one that
+# fails does not end the others. Exit code 1: a check failed or an item broke off.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${GRPO_PYTHON:-python3}
@@ -47,6 +47,7 @@ export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 VLLM_HOST_IP=127.0.0.1
 mains=(32768,2048,151936:151665 32768,2048,151936)
 shapes=({32768,8192},{1536,4096},151936:151665 8192,2048,151936:151665 4096,4096,128256)
 if ((${#dry[@]})); then
+    python=${GRPO_PYTHON:-.venv/bin/python}
     export TRITON_INTERPRET=${TRITON_INTERPRET:-1} CUDA_VISIBLE_DEVICES= GRPO_DEVICE=cpu OMP_NUM_THREADS=1
     mains=(64,128,515:509 64,128,515)
     shapes=(32,64,259)
