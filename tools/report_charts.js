@@ -137,22 +137,33 @@ function drawPhases() {
   }));
 }
 
+function median(values) {
+  const sorted = values.toSorted((a, b) => a - b), middle = (sorted.length - 1) / 2;
+  return (sorted[Math.floor(middle)] + sorted[Math.ceil(middle)]) / 2;
+}
+
+// A number of a run's card, under the name of its metric.
+const fact = (key, ...parts) => make('div', {},
+  make('div', { class: 'faint', title: visible(meaning(key)) }, visible(key)), ...parts);
+
 function drawRuns() {
   $('runs').replaceChildren(...data.runs.map((run, r) => {
     const scores = keysOf([run], 'validation/').filter(key => last(key) === 'accuracy')
       .map(key => isMisleading(run, key) ? key.replace(/accuracy$/, 'reward') : key);
-    const keys = [...scores, 'train/reward', 'train/mean_gen_tokens_per_sample', 'performance/tokens_per_sec'];
+    const keys = [...scores, 'train/reward', 'train/mean_gen_tokens_per_sample'];
     const numbers = key => (run.series[key] || []).filter(isNumber);
     const facts = keys.map(key => [key, numbers(key)]).filter(([, values]) => values.length).map(([key, values]) => {
       const [low, high, count] = ['accuracy_ci95_low', 'accuracy_ci95_high', 'num_problems'].map(
         name => last(key) === 'accuracy' ? numbers(key.replace(/accuracy$/, name)) : []);
       const of = at => [values.at(at), low.length ? ` (${low.at(at).toFixed(3)} to ${high.at(at).toFixed(3)})` : ''];
       const [[first, about], [now, around]] = [of(0), of(-1)];
-      return make('div', {}, make('div', { class: 'faint', title: visible(meaning(key)) }, visible(key)),
-        make('b', { class: 'fact' }, short(first)), make('span', { class: 'faint' }, about),
+      return fact(key, make('b', { class: 'fact' }, short(first)), make('span', { class: 'faint' }, about),
         make('b', { class: 'fact' }, ` → ${short(now)}`),
         make('span', { class: 'faint' }, around + (count.length ? `, 95% interval, ${count.at(-1)} problems` : '')));
     });
+    const speed = 'performance/tokens_per_sec', speeds = numbers(speed);
+    if (speeds.length) facts.push(fact(speed, make('b', { class: 'fact' }, short(median(speeds))),
+      make('span', { class: 'faint' }, ' median step')));
     const rules = Object.entries(run.held).map(([key, steps]) =>
       `${last(key)} held at ${steps.length} steps, ${steps[0]} to ${steps.at(-1)} (▼ in curves): see docs/faq.md`);
     const notes = [...rules, ...run.notes].map(note => make('div', { class: 'bad' }, visible(note)));

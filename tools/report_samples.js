@@ -22,6 +22,19 @@ function prepareSamples() {
       gap: gaps.reduce((sum, gap) => sum + Math.abs(gap), 0) / gaps.length,
     };
   }));
+  const mixed = mixedGroups(samples);
+  for (const sample of samples) sample.mixed = mixed.has(sample.group);
+}
+
+// The groups whose rewards differ.
+function mixedGroups(some) {
+  const rewards = new Map(), mixed = new Set();
+  for (const { group, reward } of some) {
+    if (!isNumber(reward)) continue;
+    if (!rewards.has(group)) rewards.set(group, reward);
+    if (reward !== rewards.get(group)) mixed.add(group);
+  }
+  return mixed;
 }
 
 // ----------------------------------------------------------------------------------------------------------- filters
@@ -37,10 +50,11 @@ function isInside(sample, name) {
 const matchesOthers = sample => CHOICES.every(name => !get(name) || sample[name] === get(name))
   && isInside(sample, 'step') && isInside(sample, 'reward') && sample.searched.includes(words());
 
+// The highest first of what was chosen, and the newest first of equals. At the start, groups whose rewards differ.
 function inOrder(some) {
-  const isOldest = get('sort') === 'oldest';
-  const name = isOldest ? 'step' : get('sort') || 'step', sign = isOldest ? 1 : -1;
-  return some.sort((a, b) => sign * ((+a[name] || 0) - (+b[name] || 0)));
+  const name = get('sort') || 'mixed', sign = name === 'oldest' ? 1 : -1;
+  const value = sample => +sample[name] || 0;  // of true 1
+  return some.sort((a, b) => value(b) - value(a) || sign * (a.step - b.step));
 }
 
 // The outcomes among the samples that match the other filters, with their numbers; a second press takes one back.

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from tools import report, report_samples
 
-PURE = ("ticks", "isShare", "isMisleading")  # functions of the page's script that draw nothing
+PURE = ("ticks", "isShare", "isMisleading", "median", "mixedGroups", "inOrder")  # of the page's script: draw nothing
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -123,20 +123,56 @@ def test_what_the_run_was_is_on_the_page(tmp_path, monkeypatch):
         assert shown["about"] == {} and "model, command, commit: cannot be read" in shown["notes"][0]
 
 
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_round_ticks_and_what_accuracy_says(tmp_path):
-    """The script's own functions, in node. Ticks are 1, 2 or 5 times a power of ten; of partial credit no accuracy."""
+@pytest.fixture
+def in_node(tmp_path):
+    """Values of expressions that call the script's own functions."""
+    if not shutil.which("node"):
+        pytest.skip("needs node")
     script = report.page_template()
     pieces = [script[script.index(f"function {name}(") :].split("\n}\n")[0] + "\n}" for name in PURE]
+
+    def values_of(expressions, setup=""):
+        lines = ["const isNumber = Number.isFinite;", *pieces, setup, f"console.log(JSON.stringify({expressions}))"]
+        (tmp_path / "a.js").write_text("\n".join(lines))
+        return json.loads(subprocess.check_output(["node", tmp_path / "a.js"]))
+
+    return values_of
+
+
+def test_the_median_of_a_run_s_speed(in_node):
+    lists = [[3], [9, 1574, 10], [4000, 1, 2, 3], [2922.5, 1574, 1711, 3000]]
+    assert in_node(f"{lists}.map(median)") == [np.median(values) for values in lists]
+
+
+def test_groups_whose_rewards_differ_are_first(in_node):
+    """A solved run: its newest steps are all right. Other orders stay, in a step as in the file."""
+    groups = {"old": (1, [1, 0]), "all_wrong": (2, [0, 0]), "mixed": (3, [0.5, 1, "NaN"]), "solved": (4, [1, 1])}
+    groups |= {"alone": (5, [0]), "unscored": (6, [None, 1])}
+    samples = [
+        {"group": group, "step": step, "reward": reward, "name": f"{group} {i}"}
+        for group, (step, rewards) in groups.items()
+        for i, reward in enumerate(rewards)
+    ]
+    setup = f"const samples = {json.dumps(samples)}, mixed = mixedGroups(samples); let chosen = '';"
+    setup += "for (const sample of samples) sample.mixed = mixed.has(sample.group); const get = () => chosen;"
+    setup += "const order = name => { chosen = name; return inOrder([...samples]).map(sample => sample.name) };"
+    mixed, newest, oldest, best = in_node("['', 'step', 'oldest', 'reward'].map(order)", setup)
+    names = [sample["name"] for sample in samples]
+    assert mixed[:5] == ["mixed 0", "mixed 1", "mixed 2", "old 0", "old 1"]
+    newest_first = [name for step in (6, 5, 4, 3, 2, 1) for name in names if groups[name.split()[0]][0] == step]
+    assert mixed[5:] == [name for name in newest_first if name not in mixed[:5]]
+    assert (newest, oldest) == (newest_first, names)
+    assert best[:5] == ["unscored 1", "solved 0", "solved 1", "mixed 1", "old 0"]
+
+
+def test_round_ticks_and_what_accuracy_says(in_node):
+    """Ticks are 1, 2 or 5 times a power of ten; of partial credit no accuracy."""
     runs = {"half": [0.43, 0.97], "whole": [0.25, 0.25]}
     runs = {name: {"series": {"v/reward": [r], "v/accuracy": [a], "v/pass_at_2": [1]}} for name, (r, a) in runs.items()}
     calls = "[ticks(0.002, 0.996, 3), ticks(3.38, 3.93, 3), ticks(0, 0.498, 3), ticks(1, 61, 4, 1), ticks(1, 2, 4, 1), "
     keys = "['v/accuracy', 'v/pass_at_2', 'v/reward']"
     calls += f"['half', 'whole'].map(name => {keys}.map(key => !!isMisleading(runs[name], key)))]"
-    (tmp_path / "a.js").write_text(
-        "\n".join([*pieces, f"const runs = {json.dumps(runs)};", f"console.log(JSON.stringify({calls}))"])
-    )
-    *marks, misleading = json.loads(subprocess.check_output(["node", tmp_path / "a.js"]))
+    *marks, misleading = in_node(calls, f"const runs = {json.dumps(runs)};")
     assert marks[:3] == [[0, 0.5, 1], [3.2, 3.4, 3.6, 3.8, 4], [0, 0.2, 0.4, 0.6]]
     assert marks[3:] == [[0, 20, 40, 60, 80], [1, 2]]
     assert misleading == [[True, True, False], [False, False, False]]

@@ -201,6 +201,31 @@ def test_filters_search_and_keys(page, file):
     assert page.run("return document.getElementById('reader').hidden")
 
 
+def test_it_opens_on_a_group_whose_rewards_differ_and_on_the_median_speed(page, tmp_path):
+    """Not on the newest step, where all is solved; and not on the speeds of the first and the last step."""
+    folder = tmp_path / "exp_001"
+    folder.mkdir()
+    speeds = [1574, 2900, 2922, 2950, 1711]
+    metrics = [{"step": i, "performance/tokens_per_sec": speed} for i, speed in enumerate(speeds, 1)]
+    samples = [
+        {"step": step, "kind": "train", "row_id": row, "index": i, "reward": float(step > 2 or i > 2), "reply": "85"}
+        for step in range(1, 6)
+        for row in range(10)
+        for i in range(8)
+    ]
+    for name, records in (("metrics", metrics), ("samples", samples)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_page(folder)
+    page.show_as(*FORMS["light"])
+    page.open(folder / "report.html")
+    first = page.run("return [...document.querySelectorAll('.item')].slice(0, 8).map(item => item.innerText)")
+    assert all("step 2 " in text for text in first)
+    assert ["reward 0" in text for text in first] == [True] * 3 + [False] * 5
+    assert "2900 median step" in page.run("return document.querySelector('.facts').innerText")
+    page.run("const s = document.getElementsByName('sort')[0]; s.value = 'step'; s.oninput()")
+    assert "step 5 " in page.run("return document.querySelector('.item').innerText")
+
+
 def test_hostile_text_stays_text(page, tmp_path):
     """No element, no script, no request, no message; what a text hides is shown as its code points."""
     folder = tmp_path / "a"
