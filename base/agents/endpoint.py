@@ -214,7 +214,7 @@ class Endpoint:
             return
         self.running[asked.number] = dict(zip(request_ids, calls, strict=True))
         if self.server and request.callable_tools and not self.has_seen_tools:
-            self._note_lost_tools(request.tools)
+            self._note_lost_tools(request)
         if request.stream:
             for index, (request_id, call) in enumerate(zip(request_ids, calls, strict=True)):
                 self.streams[request_id] = Stream(asked.number, index, seeds[-1], call)
@@ -225,13 +225,13 @@ class Endpoint:
                 size = self.engine.vocab_size
                 raise Refused(f"stop_token_ids: {token_id} is outside of the model's vocabulary of {size} tokens")
 
-    def _note_lost_tools(self, tools: list[dict]) -> None:
+    def _note_lost_tools(self, request: Request) -> None:
         """Tells the user, at the first request with tools, why none may ever be called."""
         self.has_seen_tools = True
         if not self.parse.reads_calls:
             fix = f"select the parser of the model's family by {PARSERS}.tool_parser"
             self.server.note(f"NOTE: an agent sends tools, but no parser reads calls: they stay text; {fix}")
-        if not self.tokenizer.shows_tools(tools):
+        if not self.tokenizer.shows_tools(request.messages, request.tools, request.chat_template_kwargs):
             fix = "the agent's own prompt must describe them, or policy.tokenizer.chat_template write them"
             self.server.note(f"NOTE: an agent sends tools, but the chat template does not write them: {fix}")
 

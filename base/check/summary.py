@@ -99,7 +99,7 @@ def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:
         token = f"{tokenizer.added[end]!r} ({end})"
         found.append(f"the chat template ends an assistant's turn with {token}, at which no reply ends: set {fix}")
     for purpose, dataset in inputs.sets:
-        tools = dataset.problems[0].tools
-        if tools and not tokenizer.shows_tools(tools):
+        problem = dataset.problems[0]
+        if problem.tools and not tokenizer.shows_tools(problem.messages, problem.tools):
             found.append(f"{purpose}: {dataset.path} has tools, which the chat template leaves out of the prompt")
     return found

@@ -200,11 +200,12 @@ class Tokenizer:
         ids = [*self.eos_token_ids, self.turn_end]
         return [self.added[token_id] for token_id in ids if token_id in self.added]
 
-    def shows_tools(self, tools: Dicts) -> bool:
-        """Whether the template writes the tools into a prompt; True where it refuses the shortest one."""
-        talk = [{"role": "user", "content": "a"}]
+    def shows_tools(self, messages: Dicts, tools: Dicts, template_kwargs: dict | None = None) -> bool:
+        """Whether the template writes the tools into this prompt; True where it refuses it without tools."""
+        talk, options = list(messages), template_kwargs or {}
         try:
-            return self._render_template(talk, list(tools), {}, True) != self._render_template(talk, None, {}, True)
+            without = self._render_template(talk, None, options, True)
+            return self._render_template(talk, list(tools), options, True) != without
         except DataError:
             return True
 

@@ -504,6 +504,9 @@ THINKING_OFF = [  # parser, arguments of the run's template, of the request, tem
     ("deepseek_v3", {"thinking": True}, {}, QWEN, "q", False),
     ("deepseek_r1", {"enable_thinking": False}, {}, QWEN, "q", False),  # has no switch
     ("deepseek_r1", {}, {"off": True}, QWEN, "q", True),
+    ("qwen3", {"enable_thinking": False}, {"other": 1}, QWEN, "q", True),
+    ("nemotron_v3", {}, {"enable_thinking": False}, QWEN, "q", True),
+    ("minimax_m2", {}, {"off": True}, QWEN, "q", True),
 ]
 
 

@@ -428,17 +428,25 @@ def test_f4_the_user_hears_why_no_tool_is_ever_called(case, capfd):
 
     as_text.content_of_beginning = lambda text, *_: text
     as_text.needs_special_tokens = as_text.reads_calls = False
-    blind = Tokenizer(case.tokenizer.file.parent, "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
-    for tokenizer, parse, named in (
-        (case.tokenizer, as_text, ["tool_parser"]),
-        (blind, as_calls, ["template does not write them"]),
-        (blind, as_text, ["tool_parser", "template does not write them"]),
-        (case.tokenizer, as_calls, []),
+    blind, by_system, by_switch = (
+        Tokenizer(case.tokenizer.file.parent, "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}" + shown)
+        for shown in ("", "{{ tools if messages[0].role == 'system' }}", "{{ tools if show }}")
+    )
+    unseen, shown = "template does not write them", {"chat_template_kwargs": {"show": True}}
+    for tokenizer, parse, more, named in (
+        (case.tokenizer, as_text, {}, ["tool_parser"]),
+        (blind, as_calls, {}, [unseen]),
+        (blind, as_text, {}, ["tool_parser", unseen]),
+        (case.tokenizer, as_calls, {}, []),
+        (by_system, as_calls, {}, [unseen]),
+        (by_system, as_calls, {"messages": [{"role": "system", "content": "s"}, *USER]}, []),
+        (by_switch, as_calls, {}, [unseen]),
+        (by_switch, as_calls, shown, []),
     ):
         endpoint = Endpoint(case.engine, tokenizer, case.ranks, parse)
         _, url = endpoint.open((1,), OPTIONS, -1, 100)
         bodies = [{"messages": USER} | more for more in ({}, {"tools": TOOLS, "tool_choice": "none"})]
-        bodies += [{"messages": USER, "tools": TOOLS}] * 2
+        bodies += [{"messages": USER, "tools": TOOLS} | more] * 2
         capfd.readouterr()
         for body in bodies[:2]:
             serve(endpoint, [lambda body=body, url=url: post(url, body)])
