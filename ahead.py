@@ -10,7 +10,7 @@ In examples/naive.py this is `attempts = [attempt(row, SAMPLES, generator) for r
 in the step that trains them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -82,11 +82,10 @@ class Ahead:
         under_way = [conversation for conversations, _ in self.batches for conversation in conversations]
         missing = torch.tensor([_is_missing(conversation, sampler) for conversation in under_way], dtype=torch.int32)
         dist.all_reduce(missing)
-        is_whole = {conversation.sample.prompt: True for conversation in under_way}
-        for conversation, num_missing in zip(under_way, missing.tolist(), strict=True):
-            if num_missing:
-                is_whole[conversation.sample.prompt] = False
-        return is_whole
+        num_missing = Counter()
+        for conversation, is_missing in zip(under_way, missing.tolist(), strict=True):
+            num_missing[conversation.sample.prompt] += is_missing
+        return {prompt: number == 0 for prompt, number in num_missing.items()}
 
 
 def _is_missing(conversation: Conversation, sampler: Sampler) -> bool:

@@ -48,7 +48,7 @@ class RowIndex(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """x[row_M], by `GatherRows`."""
-        if x.device.type == "cpu":  # which are faster without the order
+        if x.device.type == "cpu":  # CPUs are faster without the order
             return GatherRows.apply(x, self.row_M)
         return GatherRows.apply(x, *self)
 

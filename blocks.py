@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from router_replay import RouterReplay
 
 PACKED = "packed"  # our attention's name in transformers
-# What `window_of_mask` would say, and that nothing is padding: of the types of layers in models with state.
-MASK_OF_TYPES = {"full_attention": (None,), "linear_attention": None, "conv": None}
+ALL_KEYS = (None,)  # as `window_of_mask` says it
+NO_PADDING = None
+MASK_OF_TYPES = {"full_attention": ALL_KEYS, "linear_attention": NO_PADDING, "conv": NO_PADDING}  # in models with state
 
 
 def window_of_mask(*, local_size: int | None = None, use_vmap: bool = False, **_) -> tuple[int | None]:
@@ -68,13 +69,14 @@ AttentionMaskInterface.register(PACKED, window_of_mask)
 
 
 class TransformersBody(nn.Module):
-    """Embedding, layers and final norm of a transformers model, under its names. num_again, again: as `model.Body`.
+    """Embedding, layers and final norm of a transformers model, under its names. num_recomputed, recomputed: as
+    `model.Body`.
 
     The model itself is no submodule: only its parts are, as parameters of `model.Decoder` have the names of the
     checkpoint. Its `forward` is called past `__call__`, which vLLM replaces in some classes, for the whole process.
     """
 
-    def __init__(self, config: ModelConfig, num_again: int = 0, again: Callable | None = None):
+    def __init__(self, config: ModelConfig, num_recomputed: int = 0, recomputed: Callable | None = None):
         super().__init__()
         fields = dict(config.hf)
         fields.pop("time_step_limit", None)  # from 0 to infinity; transformers 5 writes that as it does not read it
@@ -84,7 +86,7 @@ class TransformersBody(nn.Module):
         if config.num_experts:
             causal.set_experts_implementation("grouped_mm")
         base = causal.base_model.eval()  # no dropout
-        self.parts_of = [base]
+        self.parts_of = [base]  # in a list, as nn.Module would make it a submodule
         self.num_experts = config.num_experts
         self.counts: dict[int, Tensor] = {}  # layer -> tokens of each expert
         embedding = base.get_input_embeddings()
@@ -116,8 +118,8 @@ class TransformersBody(nn.Module):
             for part in layer.children():
                 if not _is_norm(part) and _has_weights(part):
                     part.register_forward_pre_hook(_round_input, with_kwargs=True)
-            if number < num_again:
-                layer.forward = partial(_recomputed, layer.forward, again)
+            if number < num_recomputed:
+                layer.forward = partial(_forward, layer.forward, recomputed)
 
     def forward(self, token_T: Tensor, position_T: Tensor, layout: PackLayout) -> Tensor:
         """hidden_TD, whose product with the output layer's weight is the logits."""
@@ -176,8 +178,9 @@ class TransformersBody(nn.Module):
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
             if module._non_persistent_buffers_set:
-                # Falcon H1 computes those of its mixers, whose parameters are not to be drawn, as the model's own.
-                base._init_weights(base if module in self.mixers else module)
+                of_mixer = module in self.mixers
+                # Falcon H1 computes the buffers of its mixers as the model's own. Of a mixer it would draw parameters.
+                base._init_weights(base if of_mixer else module)
 
 
 def logit_scale(hf_config: PreTrainedConfig) -> float:
@@ -186,10 +189,10 @@ def logit_scale(hf_config: PreTrainedConfig) -> float:
     return factor / getattr(hf_config, "logits_scaling", 1.0)
 
 
-def _recomputed(forward: Callable, again: Callable, *args, **kwargs):
-    """What forward computes from the arguments, with gradients through `again`."""
+def _forward(forward: Callable, recomputed: Callable, *args, **kwargs):
+    """What forward computes from the arguments, with gradients through `recomputed`."""
     if torch.is_grad_enabled():
-        return again(forward, *args, **kwargs)
+        return recomputed(forward, *args, **kwargs)
     return forward(*args, **kwargs)
 
 

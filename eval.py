@@ -37,7 +37,9 @@ def main() -> int:
 
         words = [*config_words(words[1]), *words[2:], *ALL_RANKS_GENERATE]
         return run_rank(USAGE, words, serve, to_train=False, reads_data=False)
-    return run_rank(USAGE, words and [*words, *ALL_RANKS_GENERATE], evaluate, to_train=False)
+    if words:
+        words = [*words, *ALL_RANKS_GENERATE]
+    return run_rank(USAGE, words, evaluate, to_train=False)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfi
     newest_R = newest_tokens(micro, version, grpo)
     if newest_R is not None:
         measured_R = measured_R & newest_R
-    # Without such a token, as in a minibatch of filtered samples, the gap is 0 and not 0/0.
+    # Without such a token, as in a minibatch of filtered samples, the gap is 0, and not the NaN of a mean over none.
     count = measured_R.sum() + 1e-9
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_at_start_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()

@@ -167,15 +167,15 @@ def update(
     metrics = training_metrics(sums_of_steps, minibatches)
     metrics |= gap.metrics
     metrics |= bonus.metrics
-    metrics["grad_norm"] = grad_norm
+    metrics["grad_norm"] = grad_norm  # of the last optimizer step, as the learning rate and num_bad_steps
     metrics["lr"] = optimizer.param_groups[0]["lr"]
     metrics["num_bad_steps"] = num_bad_steps
     return metrics, num_bad_steps
 
 
 def compute_gradients(model: Decoder, head_options: HeadOptions, minibatch: Minibatch, cfg: Config) -> Metrics:
-    """Adds the gradient of the minibatch's loss to the parameters. Returns the metrics of this rank's micro-batches,
-    added up."""
+    """Adds the gradient of the minibatch's loss to the parameters. Returns the sums of the metrics over this
+    rank's micro-batches."""
     parts = []
     for micro in minibatch.micros:
         loss, metrics = compute_loss(model, head_options, micro, minibatch, cfg)
@@ -192,6 +192,7 @@ def compute_loss(
     """The micro-batch's part of the minibatch's loss, differentiable, and its metrics."""
 
     def count(number: float) -> Tensor:
+        """A number would be a constant of the compiled loss."""
         return torch.full((), number, device=micro.adv_R.device)
 
     loss_of = partial(  # loss.policy_loss; the output layer adds logp_R and entropy_R
@@ -212,7 +213,7 @@ def compute_loss(
     )
 
     # Called in the model's forward, where the output layer's weight is whole. head.py says why the loss is in it.
-    compute = partial(
+    loss_of_hidden = partial(
         linear_loss,
         target_R=micro.target_R,
         loss_of=loss_of,
@@ -221,7 +222,7 @@ def compute_loss(
         needs_unfiltered=micro.ref_logp_R is not None,
         ids_RJ=micro.ref_ids_RJ,
     )
-    loss, metrics, logp_R = model(*micro.model_inputs, compute)
+    loss, metrics, logp_R = model(*micro.model_inputs, loss_of_hidden)
     metrics |= gap_of_pack(micro, logp_R, minibatch.version, cfg.grpo)
     return loss, metrics
 

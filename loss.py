@@ -219,17 +219,18 @@ def _aggregation_weights(seqs: Sequences, num_valid_tokens, num_valid_seqs, shar
     tokens (1: verl's token-sum), or of the length (Dr. GRPO, Liu et al. 2025; verl).
     """
     one_R = torch.ones_like(seqs.length_R)
+    num_samples = _at_least_one(num_valid_seqs)
     if cfg.token_level_loss:
         num_tokens = cfg.loss_scale_factor
         if num_tokens is None:
             num_tokens = _at_least_one(num_valid_tokens)
         return one_R / num_tokens
+    if cfg.loss_scale_factor is not None:
+        return 1 / (one_R * cfg.loss_scale_factor) / num_samples
     length_R = seqs.length_R
     if share_R is not None:
         length_R = length_R / torch.where(seqs.counted_R, share_R.to(length_R.dtype), 1.0)
-    if cfg.loss_scale_factor is not None:
-        length_R = one_R * cfg.loss_scale_factor
-    return 1 / length_R / _at_least_one(num_valid_seqs)
+    return 1 / length_R / num_samples
 
 
 def _is_rejected(t: _Tokens, cfg: LossConfig) -> Tensor:
@@ -263,7 +264,7 @@ def _ratios(t: _Tokens, cfg: LossConfig) -> tuple[Tensor, Tensor]:
     has clamp(r) = r.
     """
     if cfg.disable_ppo_ratio:
-        return t.logp_R, t.logp_R
+        return t.logp_R, t.logp_R  # max(-A r, -A r) is then -A logp
     log_ratio_R = t.logp_R - _logp_to_compare(t, cfg)
     if cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio:
         log_ratio_R = t.seqs.mean_for_each_token(log_ratio_R)

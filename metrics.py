@@ -53,7 +53,8 @@ def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
     if not total:
         return {}
     names = sorted(total)  # packs may give their metrics in another order
-    numbers = []  # of a pair its sum and its count, of any other metric its value and a 0
+    # Of a pair its sum and its count, of any other metric its value and a 0, so that one gather serves all.
+    numbers = []
     for name in names:
         value = total[name]
         if isinstance(value, tuple):
@@ -86,11 +87,10 @@ def reduce_over_ranks(total: Metrics, *, divide_sums_by: int = 1) -> Numbers:
 
 
 def derived_metrics(metrics: Numbers) -> Numbers:
-    """The reduced metrics with those that are not means.
+    """The reduced metrics with effective_sample_size in place of importance_weight_square.
 
-    effective_sample_size of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight dominates)
-    to 1 (all equal), over n tokens, or over n sequences if each sequence has one weight. It replaces
-    importance_weight_square.
+    It is that of the sampler weights (Kish 1965): (sum w)^2 / (n sum w^2), from 1/n (one weight dominates) to 1 (all
+    equal), over n tokens, or over n sequences if each sequence has one weight.
     """
     metrics = dict(metrics)
     if "importance_weight_square" in metrics:

@@ -30,7 +30,7 @@ from head import HeadOptions, response_logps
 from pack import MicroBatch
 
 # Calls a function of which autograd keeps the arguments alone: the backward pass computes it again.
-AGAIN = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 Result = TypeVar("Result")  # of a function of the final hidden states and the output layer's weight
 
 
@@ -107,26 +107,26 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer. again: such as `AGAIN`, for a block that is computed again; None for one that keeps its
-    activations.
+    """One pre-norm layer. recomputed: `RECOMPUTED` or like it, for a block whose backward computes it again; None for
+    one that keeps its activations.
 
     halves: `before_attention` and `after_attention`, plain or compiled. All blocks share them, and so their graphs. The
     attention is not compiled: it branches on the layout, so each pack would need its own graph.
     """
 
-    def __init__(self, config: NativeConfig, again: Callable | None = None):
+    def __init__(self, config: NativeConfig, recomputed: Callable | None = None):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.again = again
+        self.recomputed = recomputed
         self.halves = (before_attention, after_attention)
 
     def forward(self, *inputs) -> Tensor:
         # Inside the module that FSDP wraps: a wrapper module would change the parameters' names.
-        if self.again and torch.is_grad_enabled():
-            return self.again(self._forward, *inputs)
+        if self.recomputed and torch.is_grad_enabled():
+            return self.recomputed(self._forward, *inputs)
         return self._forward(*inputs)
 
     def _forward(self, hidden_TD: Tensor, cos_T1H: Tensor, sin_T1H: Tensor, layout: PackLayout) -> Tensor:
@@ -159,15 +159,15 @@ class Head(nn.Linear):
 
 
 class Body(nn.Module):
-    """Embedding, blocks and final norm. The first num_again blocks are computed `again`."""
+    """Embedding, blocks and final norm. The first num_recomputed blocks are computed again in the backward pass."""
 
-    def __init__(self, config: NativeConfig, num_again: int = 0, again: Callable | None = None):
+    def __init__(self, config: NativeConfig, num_recomputed: int = 0, recomputed: Callable | None = None):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList()
         for number in range(config.num_hidden_layers):
-            self.layers.append(Block(config, again if number < num_again else None))
+            self.layers.append(Block(config, recomputed if number < num_recomputed else None))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.routers = []
 
@@ -187,17 +187,17 @@ class Body(nn.Module):
 
 def body_of(config: ModelConfig, *, recompute: Recompute) -> nn.Module:
     """`Body` for its own families, transformers' blocks for all others."""
-    num_again = num_recomputed(recompute, config.num_hidden_layers)
-    again = AGAIN
+    num_blocks = num_recomputed(recompute, config.num_hidden_layers)
+    recomputed = RECOMPUTED
     if recompute == "offload":
         from base.system.host_inputs import HostInputs  # for the runs that need it
 
-        again = HostInputs().recomputed
+        recomputed = HostInputs().recomputed
     if isinstance(config, NativeConfig):
-        return Body(config, num_again, again)
+        return Body(config, num_blocks, recomputed)
     from blocks import TransformersBody  # its seconds of imports are for the runs that need it
 
-    return TransformersBody(config, num_again, again)
+    return TransformersBody(config, num_blocks, recomputed)
 
 
 class Decoder(nn.Module):
@@ -273,7 +273,9 @@ class Decoder(nn.Module):
             yield
         finally:
             self.is_gathered_once = False
-            sharded_parameters(self)
+            for unit in self.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
 
     def compile_blocks(self) -> None:
         """Compiles the halves of the blocks, each at its first call with gradients and at its first call without."""
@@ -380,34 +382,21 @@ def load_policy(
 
 class Reference:
     """The policy that the KL is measured from: a copy of this rank's trained shards in host memory, pinned for a GPU.
-    With LoRA, policy and reference share the frozen shards. Or a `teacher`, in host memory except while it scores.
+    With LoRA, policy and reference share the frozen shards.
 
     A copy has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes
     no device memory between forwards, and the same code computes both. `dtype` may be the forward's, which rounds
     weights anyway; an average (`follow` with alpha < 1) needs float32.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32, teacher: Decoder | None = None):
+    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):
         self.shards: dict[str, Tensor] = {}
-        self.teacher = teacher
-        if teacher:
-            return
         for name, shard in _shards(model).items():
             self.shards[name] = torch.empty(shard.shape, dtype=dtype, pin_memory=shard.is_cuda).copy_(shard)
 
     @contextmanager
     def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
-        """The module that computes with the reference's weights: within, `model` does, unless there is a teacher."""
-        if self.teacher:
-            device = next(model.parameters()).device
-            if device.type == "cpu":  # with cpu_offload FSDP moves a part at a time
-                yield self.teacher
-            else:
-                try:
-                    yield self.teacher.to(device)
-                finally:
-                    self.teacher.to("cpu")
-            return
+        """The module that computes with the reference's weights: within, `model` does."""
         policy = {name: shard.clone() for name, shard in _shards(model).items()}
         _copy(self.shards, _shards(model))
         try:
@@ -436,6 +425,25 @@ class Reference:
         alpha = cfg.ref_policy_update_alpha
         for name, shard in _shards(model).items():
             self.shards[name].copy_(self.shards[name].to(shard.dtype).lerp_(shard.cpu(), alpha))
+
+
+class Teacher(Reference):
+    """Another model in place of the copy, in host memory except while it scores. It has no shards to save."""
+
+    def __init__(self, teacher: Decoder):
+        self.shards = {}
+        self.teacher = teacher
+
+    @contextmanager
+    def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
+        device = next(model.parameters()).device
+        if device.type == "cpu":  # with cpu_offload FSDP moves a part at a time
+            yield self.teacher
+            return
+        try:
+            yield self.teacher.to(device)
+        finally:
+            self.teacher.to("cpu")
 
 
 def _shards(model: Decoder) -> dict[str, Tensor]:

@@ -98,7 +98,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
         # Each replica has its own sum: a different last bit, or a NaN, would make them diverge. All take the mean.
         total = norm.full_tensor()
         dist.all_reduce(total, group=norm.device_mesh.get_group(0))
-        norm = DTensor.from_local(total / norm.device_mesh.size(0), norm.device_mesh)
+        norm = DTensor.from_local(total / norm.device_mesh.size(0), norm.device_mesh)  # by default the same everywhere
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm.full_tensor().item()
 
@@ -121,9 +121,7 @@ class EntropyBonus:
         constant of compiled kernels."""
         if cfg.entropy_target is None:
             return options
-        coef = 0.0
-        if self.is_on:
-            coef = self.coef
+        coef = self.coef if self.is_on else 0.0
         coef = torch.full((), coef, device=device)
         loss = replace(options.loss, call=partial(options.loss.call, entropy_coef=coef))
         return replace(options, loss=loss)
@@ -138,7 +136,7 @@ class EntropyBonus:
     def follow(self, numbers: Numbers, cfg: config.LossConfig) -> None:
         """Moves after an optimizer step with these reduced metrics; the entropy is NaN if it had no token."""
         if cfg.entropy_target is None:
-            self.coef = None  # of a run that moved it, which this one goes on from
+            self.coef = None  # the run may have moved it before it was resumed
             return
         if math.isnan(numbers["entropy"]):
             return

@@ -219,9 +219,9 @@ class TokenSequence:
     agent asked for each reply, as JSON, on the holder alone (base/agents/calls.py). experts_TLA: as in `Completion`, of
     the first num_routed_tokens ids. An id keeps the experts of the call that drew it, whatever a later call says.
 
-    holder: the only rank that has tokens and experts; None: all have them. base/system/exchange.py moves them. All
-    ranks have the numbers of tokens and the versions, which `count_tokens` sets. place: in a split job, among all that
-    the generators have held.
+    holder: the only rank that has tokens and experts, until base/system/exchange.py moves them; None: all have them.
+    All ranks have the numbers of tokens and the versions, which `count_tokens` sets. place: in a split job, the number
+    of the sequence among all that the generators have held.
 
     Example (one turn): prompt_ids [5, 7, 2], tokens make_tokens([9, 3], logp=[-0.1, -0.7], version=[12, 13],
     mask=True), turns [0], turn_tokens [2].
@@ -266,7 +266,8 @@ class TokenSequence:
         self.count_tokens()
 
     def _add_experts(self, experts_TLA: np.ndarray) -> None:
-        """Of all ids so far but the last; NeMo RL has seen vLLM return fewer."""
+        """Appends the experts of the ids that have none yet. experts_TLA: of all ids so far but the last, or of fewer,
+        as NeMo RL has seen vLLM return."""
         assert len(experts_TLA) < len(self.prompt_ids) + len(self.tokens), (len(experts_TLA), len(self.tokens))
         if self.experts_TLA is not None:
             new_TLA = experts_TLA[self.num_routed_tokens :]

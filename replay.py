@@ -133,7 +133,8 @@ def compare(run_folder: Path, step: int, metrics: Numbers) -> str:
     compared = [name for name in metrics if isinstance(logged.get(f"train/{name}"), int | float)]  # logged as numbers
     if not compared:
         return f"step {step} of {run_folder} has no logged metrics to compare with: it stopped the run"
-    lines = [f"{f'step {step} of {run_folder}':<42} {'logged':>16} {'replayed':>16}"]
+    title = f"step {step} of {run_folder}"
+    lines = [f"{title:<42} {'logged':>16} {'replayed':>16}"]
     for name in compared:
         before, now = logged[f"train/{name}"], metrics[name]
         if repr(before) != repr(now):  # by repr, NaN equals NaN

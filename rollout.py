@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from base.agents.endpoint import Endpoint
     from run.split.generators import Generators
 
-Prompts = Sequence[tuple[int, Problem]]  # prompt number, problem
-Draw = tuple[Problem, int, int]  # a sample to be drawn: problem, prompt number, sample number
+Prompts = Sequence[tuple[int, Problem]]  # the number of each prompt, and its problem
 VALIDATION = 0  # in place of the number of the step that trains a sample
 OPEN_TAG = re.compile(r"<(?!assistant\b)[\w:-]+>\s*\Z")  # <think>; but <assistant> is a role
 OPEN_TAG_TOKENS = 32  # of the end of a prompt, in which the tag is looked for
@@ -319,7 +318,8 @@ class Sampler(AbstractContextManager):
             self.environments[name].pool.stand_still(self.engine.seconds_asleep)
         parts = self._graded_together(conversations)
         while any(conversation.state is not State.DONE for conversation in conversations):
-            turns = self._collect_replies(parts)
+            self._take_replies(conversations)
+            turns = self._take_turns(parts)
             self._collect_results(conversations, turns)
             self._ask_ready(conversations)
             self._decode(conversations)
@@ -336,17 +336,20 @@ class Sampler(AbstractContextManager):
             parts[key].append(conversation)
         return list(parts.values())
 
-    def _collect_replies(self, parts: list[list[Conversation]]) -> dict[str, list[Turns]]:
-        """Takes the replies that have ended. Returns what can be graded now: environment -> its turns, in parts."""
+    def _take_replies(self, conversations: list[Conversation]) -> None:
+        """Takes the replies that have ended."""
+        for conversation in in_state(conversations, State.DRAWING):
+            if conversation.request_id in self.engine.unclaimed:
+                reply = self.engine.unclaimed.pop(conversation.request_id)
+                special_tokens = conversation.problem.env_name in self.grading.special_tokens
+                conversation.turn = conversation.add_reply(reply, self.tokenizer, special_tokens)
+                conversation.state = State.DRAWN
+
+    def _take_turns(self, parts: list[list[Conversation]]) -> dict[str, list[Turns]]:
+        """What can be graded now, whose grading begins: environment -> its turns, in parts."""
         ready: dict[str, list[Turns]] = defaultdict(list)
         for part in parts:
             env_name = part[0].problem.env_name
-            for conversation in part:
-                if conversation.state is State.DRAWING and conversation.request_id in self.engine.unclaimed:
-                    reply = self.engine.unclaimed.pop(conversation.request_id)
-                    special_tokens = env_name in self.grading.special_tokens
-                    conversation.turn = conversation.add_reply(reply, self.tokenizer, special_tokens)
-                    conversation.state = State.DRAWN
             unfinished = [conversation for conversation in part if conversation.state is not State.DONE]
             if unfinished and all(conversation.state is State.DRAWN for conversation in unfinished):
                 ready[env_name].append({conversation.request_id: conversation.turn for conversation in unfinished})
@@ -405,8 +408,9 @@ class Sampler(AbstractContextManager):
 
 def deal(
     prompts: Prompts, num_samples: int, num_engines: int, max_new_tokens: int, whole: Collection[str] = ()
-) -> list[list[Draw]]:
-    """The samples that each engine draws, the same on all ranks. whole: env_names whose groups must be on one engine.
+) -> list[list[tuple[Problem, int, int]]]:
+    """The samples that each engine draws, the same on all ranks: (problem, prompt number, sample number). whole:
+    env_names whose groups must be on one engine.
 
     All engines wait for the busiest. Reply lengths are unknown, but similar within a problem: in a simulation
     (docs/LOG.md; lognormal lengths), the busiest of 8 engines has 34% more tokens than the mean with 8 whole groups of
@@ -418,7 +422,7 @@ def deal(
         _, problem = numbered
         return problem.env_name not in whole, -len(problem.prompt_ids)
 
-    shares: list[list[Draw]] = [[] for _ in range(num_engines)]
+    shares: list[list[tuple[Problem, int, int]]] = [[] for _ in range(num_engines)]
     for prompt, problem in sorted(prompts, key=place_in_order):
         num_parts = 1
         if problem.env_name not in whole:
@@ -555,7 +559,8 @@ class StepDraw:
     def why_too_few(self) -> str:
         """Why the batches of the step were too few, and what to do."""
         grpo = self.cfg.grpo
-        if self.chosen:
+        has_chosen_before = len(self.chosen) > 0  # and none of them can be trained: sample_step asks again
+        if has_chosen_before:
             return self._why_untrained()
         groups = groups_of(self.generated)
         num_solved = num_failed = 0

@@ -80,7 +80,7 @@ class Choice(TorchFunctionMode):
         scores_TE = args[0]
         own_TA = result.indices
         if scores_TE.shape[1:] != (self.num_experts,) or own_TA.shape != self.given_TA.shape:
-            return result  # of groups of experts
+            return result  # a choice of groups of experts, which is not the router's own
         is_known_T = self.given_TA[:, 0] >= 0
         is_other_T = (own_TA.sort(dim=1).values != self.given_TA.sort(dim=1).values).any(dim=1)
         is_flip_T = is_known_T & is_other_T

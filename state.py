@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from attention import PackLayout, RowIndex
 from base.hf.layers import DELTA_CHUNK, HAS_FLA
 
-PADDING = {"dt": -torch.inf}  # softplus(-inf) = 0: no step of time; of all other inputs 0
+PADDING = {"dt": -torch.inf}  # of a padded row: softplus(-inf) = 0, so its state stays; every other input is 0
 
 
 def over_packs(mixer: nn.Module) -> Callable[..., Tensor]:
@@ -92,15 +92,7 @@ def scan(
 
 
 def delta_rule(
-    function: Callable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    g: Tensor,
-    beta: Tensor,
-    layout: PackLayout,
-    **_,
+    function: Callable, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, layout: PackLayout, **_
 ) -> tuple[Tensor, None]:
     """In place of torch_chunk_gated_delta_rule. query, key, value: [1, T, N, H]; g, the logarithm of the decay, and
     beta: [1, T, N]."""

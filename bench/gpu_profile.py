@@ -17,7 +17,7 @@ from base.system.exits import exit_process
 from base.system.ranks import Ranks, start_process_group
 from bench.train_step import QWEN, TINY, TOKENIZER, config_of, head_of, median_seconds, random_batch, random_policy
 from grpo import compute_gradients
-from model import AGAIN
+from model import RECOMPUTED
 
 EIGHT = QWEN | {
     "model_type": "qwen3",
@@ -81,7 +81,7 @@ def blocks(device: torch.device, ranks: Ranks, dry: bool) -> list[str]:
             model = random_policy(hf | {"num_hidden_layers": num_layers}, device, cfg.policy.precision)
             head_options = head_of("torch" if dry else "one pass", model, device)
             for block in model.model.layers:
-                block.again = AGAIN if recompute else None
+                block.recomputed = RECOMPUTED if recompute else None
             if not dry:
                 model.compile_blocks()
             batch = random_batch(cfg, TOKENIZER[model.config.vocab_size], 4 if dry else 32, ranks, device)

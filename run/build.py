@@ -22,7 +22,7 @@ from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_
 from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
-from model import Decoder, Reference, load_policy
+from model import Decoder, Reference, Teacher, load_policy
 from records import Engine
 from rollout import Sampler
 from run import checkpoint
@@ -103,7 +103,7 @@ def build_reference(
         model_config=model_config,
         frozen=True,
     )
-    return Reference(model, teacher=teacher)
+    return Teacher(teacher)
 
 
 def compiles(option: bool | None, device_type: str) -> bool:

@@ -10,7 +10,7 @@ from hf_folders import make_pack, response_rows
 
 from base.hf.weights import sharded_parameters
 from head import HeadOptions, response_logps
-from model import Reference, load_policy
+from model import Reference, Teacher, load_policy
 from run.build import reference_dtype
 
 
@@ -58,7 +58,7 @@ def test_a_teacher_scores_with_its_own_weights_and_shape(family, policy, one_ran
     theirs = make_family(family, vocab_size=policy.config.vocab_size)
     theirs.save_pretrained(tmp_path)
     teacher = load_policy(tmp_path, device="cpu", mesh=one_rank[2], frozen=True)
-    before, reference, pack = logps(policy), Reference(policy, teacher=teacher), make_pack([30, 5])
+    before, reference, pack = logps(policy), Teacher(teacher), make_pack([30, 5])
     with reference.in_place_of(policy) as scorer, torch.no_grad():
         pos_R, target_R = response_rows([30, 5], pack[0])
         logp_R, _ = response_logps(scorer, (*pack, pos_R), target_R, HeadOptions(temperature=0.7))

@@ -18,7 +18,7 @@ from head import HeadOptions, LossOptions, choose_loss_path, linear_loss
 from kernels import linear_logp
 from kernels.backend import KernelBackend
 from loss import policy_loss
-from model import Reference, load_policy
+from model import Teacher, load_policy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [KernelBackend("torch"), KernelBackend("triton", 16)]
@@ -119,7 +119,7 @@ def distilled(folder, teacher_folder, place, mesh, max_tokens):
     policy, teacher = (load_policy(file, device="cpu", mesh=mesh) for file in (folder, teacher_folder))
     cfg = settings(loss_fn=DISTILS, policy={"sequence_packing": SequencePackingConfig(train_mb_tokens=max_tokens)})
     samples, adv_B = make_samples(VOCAB_SIZE)
-    reference = Reference(policy, teacher=teacher)
+    reference = Teacher(teacher)
     return train_once(policy, samples, [0.0 for _ in adv_B], cfg, place, reference=reference)
 
 

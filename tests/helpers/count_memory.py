@@ -44,7 +44,7 @@ from head import HeadOptions, LossOptions, LossPath, response_logps
 from kernels import row_kernels
 from kernels.backend import KernelBackend
 from lora import add_adapters
-from model import AGAIN, Block, Decoder, body_of, rope_cos_sin, shard
+from model import RECOMPUTED, Block, Decoder, body_of, rope_cos_sin, shard
 from optim import build_optimizer
 from pack import MicroBatch, Minibatch, pack_samples, rows_of, to_device
 from records import Grade
@@ -286,7 +286,7 @@ def count_kept(
     device = "meta"
     with torch.device(device):
         block = Block(model_config).to(dtype)
-    block.again = AGAIN if recompute else None
+    block.recomputed = RECOMPUTED if recompute else None
     if wrap:
         block.halves = tuple(map(wrap, block.halves))
     cu_seqlens = np.cumsum([0, *filter(None, [prefix]), *responses])

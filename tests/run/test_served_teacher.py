@@ -26,7 +26,7 @@ from base.system.exits import StopRun
 from base.system.ranks import start_process_group
 from config import ConfigError, GenerationConfig, SequencePackingConfig
 from head import HeadOptions
-from model import Reference, load_policy
+from model import Teacher, load_policy
 from pack import make_minibatches
 from run.served_teacher import ServedTeacher
 
@@ -117,7 +117,7 @@ def compare(url, folder, policy_folder, one_rank, top_k, limit):
     samples, adv_B = make_samples(VOCAB_SIZE)
     served = ServedTeacher(find_teacher(url, Tokenizer(policy_folder), 64, top_k))
     found = []
-    for reference in (Reference(policy, teacher=teacher), served):
+    for reference in (Teacher(teacher), served):
         (minibatch,) = make_minibatches(samples, adv_B, cfg, ranks_of_one, CPU)
         with torch.no_grad():
             reference.score(minibatch.micros, policy, HeadOptions(vocab=VOCAB_SIZE), top_k)
