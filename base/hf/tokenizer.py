@@ -183,16 +183,23 @@ class Tokenizer:
     @cached_property
     def turn_end(self) -> int | None:
         """The token that the template writes behind an assistant's message; None if it writes none there."""
-        hole = chr(PRIVATE_USE.start)
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": hole}]
-        try:
-            _, found, behind = self._render_template(talk, None, {}, False).rpartition(hole)
-        except DataError:
-            return None
-        if not found:
-            return None
-        ends = [token_id for token_id, token in self.added.items() if token and behind.lstrip().startswith(token)]
-        return max(ends, key=lambda token_id: len(self.added[token_id]), default=None)
+        asked, said = _unused_characters([], 2)
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        # A template may leave the last turn open (vLLM's for ChatML), refuse to end with it, or want a system message.
+        for talk in (turns, [*turns, turns[0]], [{"role": "system", "content": "a"}, *turns]):
+            try:
+                text = self._render_template(talk, None, {}, False)
+            except DataError:
+                continue
+            _, found, behind = text.rpartition(said)
+            opening = ""
+            if asked in behind:
+                opening = text.partition(asked)[0]
+            tokens = {token: token_id for token_id, token in self.added.items() if token and token not in opening}
+            ends = [token for token in tokens if found and behind.lstrip().startswith(token)]
+            if ends:
+                return tokens[max(ends, key=len)]
+        return None
 
     @property
     def turn_ends(self) -> list[str]:

@@ -274,6 +274,14 @@ def test_r7_a_turns_end_that_ends_no_reply_is_told(tmp_path, monkeypatch):
         ("{% for m in messages %}{{ m.content }}\n {{ '<|end|>' if m.role == 'assistant' }}{% endfor %}", True),
         ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}", False),  # nothing ends a turn
         ("{{ messages[0].content }}", False),
+        # The last turn is left open: vLLM's template for ChatML
+        ("{% for m in messages %}<|user|>{{ m.content }}{{ '<|end|>' if not loop.last }}{% endfor %}", True),
+        ("{% for m in messages %}<|user|>{{ m.content }}{{ '<|user|>' if not loop.last }}{% endfor %}", False),
+        (
+            "{{ raise_exception('no') if messages[-1].role == 'assistant' }}"
+            "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}",
+            True,
+        ),
         ("{{ raise_exception('no') if messages | length == 2 }}{{ messages[0].content }}", False),
     ):
         found = other | {"tokenizer_config": {"eos_token": "<|pad|>", "chat_template": template}}
