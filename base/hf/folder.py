@@ -74,8 +74,9 @@ def check_weights(
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
             raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
+    head = model.stored_name("lm_head.weight") if model else "lm_head.weight"
     for name, (path, _) in stored.items():
-        is_ignored = name.endswith(("lm_head.weight", "rotary_emb.inv_freq"))
+        is_ignored = name == head or name.endswith("rotary_emb.inv_freq")
         if model is not None and (model.only_guesses_tokens(name) or model.is_kept(name)):
             is_ignored = True
         if not is_ignored:

@@ -104,6 +104,26 @@ def test_stored_copies_beside_the_weights_are_ignored(folders, tmp_path):
     assert torch.equal(load_policy(copy, device="cpu")(*pack), expected_TV)
 
 
+def test_r8_a_head_beside_a_tied_one_is_the_embedding(folders, tmp_path):
+    """transformers#45136: what merged adapters leave would be dropped in silence."""
+    source = folders["qwen2"][0]
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    last = embedding.clone()
+    last[-1, -1] += 0.5
+    for number, (name, head, said) in enumerate(
+        (
+            ("lm_head.weight", embedding * 2, "is not the embedding"),
+            ("lm_head.weight", last, "is not the embedding"),
+            ("lm_head.weight", embedding * torch.nan, "is not the embedding"),
+            ("lm_head.weight", embedding[:9].clone(), "is not the embedding"),
+            ("model.lm_head.weight", embedding * 2, "is not in the model"),
+        )
+    ):
+        folder = edited_copy(source, tmp_path / str(number), lambda tensors, more={name: head}: tensors.update(more))
+        with pytest.raises(ConfigError, match=f"{name} {said}"):
+            load_policy(folder, device="cpu")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_by_config_json_are_those_of_transformers(folders, family):
     folder, hf_model = folders[family]
