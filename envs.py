@@ -154,8 +154,9 @@ def plain_number(value: Decimal) -> str:
 
 class MathMultiReward(Environment):
     """Three rewards of 0 or 1 for GDPO, as in NeMo RL, and their sum: `correctness`, the text in <answer> equals the
-    answer; `integer`, it consists of digits; `format`, the reply is <think>..</think>, one or two new
-    lines and one <answer>..</answer>. Where the marks are missing, the text is the whole reply."""
+    answer; `integer`, it consists of digits; `format`, the reply is <think>..</think>, one or two new lines and one
+    <answer>..</answer>, with a thought, which NeMo RL does not ask for. Where the marks are missing, the text is the
+    whole reply."""
 
     self_tests = (
         ("<think>\n1+1\n</think>\n<answer> 2 </answer>", "2", "ok"),
@@ -163,7 +164,7 @@ class MathMultiReward(Environment):
         ("<answer>2.0</answer>", "2", "wrong"),
     )
     reward_names = ("correctness", "integer", "format")
-    FORM = re.compile(r"^<think>.*?</think>\n{1,2}<answer>.*</answer>$", re.DOTALL)
+    FORM = re.compile(r"^<think>\s*(?!</think>)\S.*?</think>\n{1,2}<answer>.*</answer>$", re.DOTALL)
 
     def step(self, turns: Sequence[Turn]) -> list[StepResult]:
         return [self.grade(turn.whole_reply, turn.answer, turn.opened) for turn in turns]

@@ -146,7 +146,7 @@ class Judge(Environment):
         """The request. The template is filled in one pass, so that a reply with "{answer}" in it stays as it is."""
         *before, reply = turn.messages
         one = len(before) == 1  # a lone question needs no role before it
-        question = "\n\n".join(m["content"] if one else f"{m['role']}: {m['content']}" for m in before)
+        question = "\n\n".join(m["content"] if one else f"{m['role']}: {m['content'] or ''}" for m in before)
         texts = {"{question}": question, "{answer}": turn.answer, "{reply}": reply["content"]}
         # Of the texts, so that the cache knows the request again; no text holds a digest of itself.
         texts["{mark}"] = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]

@@ -415,10 +415,14 @@ FORM = "<think>\n1 + 1\n</think>\n<answer>{}</answer>"
         ("<think>\n2*3\n</think>\n\n<answer>6</answer>", "6", 1, 1, 1),  # Qwen3 writes an empty line
         ("<think>\n2*3\n</think>\n\n\n<answer>6</answer>", "6", 1, 1, 0),
         ("</answer>" * 50_000 + "<think>" * 10_000, "2", 0, 0, 0),
+        ("<think></think>\n<answer>6</answer>", "6", 1, 1, 0),  # R13: no thought
+        ("<think> \n\t</think>\n\n<answer>6</answer>", "6", 1, 1, 0),
+        ("<think></think></think>\n<answer>6</answer>", "6", 1, 1, 0),
+        ("<think>" + "\n" * 200_000 + "<answer>6</answer>", "6", 1, 1, 0),
     ],
 )
 def test_three_rewards_as_in_nemo_rl(reply, answer, correctness, integer, form):
-    """By the rules of HFMultiRewardVerifyWorker (nemo_rl/environments/math_environment.py, 7ea279a)."""
+    """By the rules of HFMultiRewardVerifyWorker (nemo_rl/environments/math_environment.py, 7ea279a), but for R13."""
     environment = ready("math_multi_reward", EnvConfig())
     turn = envs.Turn([{"role": "user", "content": ""}, {"role": "assistant", "content": reply}], answer, "stop")
     (result,) = environment.step([turn])

@@ -95,11 +95,12 @@ def test_scores_are_mapped_and_requests_are_what_was_asked(server, monkeypatch):
 
 def test_prompt_is_filled_in_one_pass(server, tmp_path):
     (tmp_path / "prompt.txt").write_text("{question}|{answer}|{reply}|{other}")
-    messages = [{"role": role, "content": text} for role, text in [("system", "s {reply}"), ("user", "{answer}")]]
+    talk = [("system", "s {reply}"), ("assistant", None), ("user", "{answer}")]  # null beside calls of tools
+    messages = [{"role": role, "content": text} for role, text in talk]
     reply = {"role": "assistant", "content": "{question} {answer}"}
     judged(server, [Turn([*messages, reply], "42", "stop")], prompt_file=str(tmp_path / "prompt.txt"))
     (message,) = server.requests[0][1]["messages"]
-    assert message["content"] == "system: s {reply}\n\nuser: {answer}|42|{question} {answer}|{other}"
+    assert message["content"] == "system: s {reply}\n\nassistant: \n\nuser: {answer}|42|{question} {answer}|{other}"
 
 
 def test_r12_no_reply_writes_the_end_of_its_part(server):
