@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import cache, partial
 from tempfile import TemporaryFile
 from typing import IO
@@ -46,10 +47,12 @@ def run(job: dict) -> Json:
         try:
             found = function(**_accepted(function, {name: job[name] for name in GIVEN}), **kwargs)
             if inspect.iscoroutine(found):
-                found = event_loop().run(found)
+                found = event_loop().run(found, context=copy_context())  # what a rollout sets ends with it
         except SystemExit as error:
             _flush()
             raise RuntimeError(f"the agent exited with {error.code}: {error_line(printed):.300}") from error
+        except asyncio.CancelledError as error:
+            raise RuntimeError("the agent was cancelled") from error
     return json.loads(json.dumps(found, default=_plain))
 
 

@@ -158,8 +158,10 @@ def test_a_command_has_the_users_search_path(tmp_path, monkeypatch):
 
 KEEPS_A_CLIENT = """
 import asyncio
+from contextvars import ContextVar
 
 CLIENT = {}
+TRACE = ContextVar("trace", default=None)
 
 
 async def echo(reader, writer):
@@ -167,7 +169,11 @@ async def echo(reader, writer):
         writer.write(line)
 
 
-async def solve(base_url):
+async def solve(base_url, row):
+    assert TRACE.get() is None
+    TRACE.set("of this rollout")
+    if row["is_cancelled"]:
+        raise asyncio.CancelledError
     if not CLIENT:
         server = await asyncio.start_server(echo, "127.0.0.1", 0)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -181,9 +187,10 @@ def test_agents3_4_a_client_of_the_process_lives_as_long_as_the_process(tmp_path
     """NeMo Gym's keeps one aiohttp session, which belongs to the event loop of its first rollout."""
     (tmp_path / "keeps.py").write_text(KEEPS_A_CLIENT)
     agent = started(AgentConfig(name="a", num_workers=1, function=f"{tmp_path}/keeps.py:solve"))
-    for _ in range(4):
-        result = result_of(agent, submit(agent))
-        assert result.outcome == "ok", result.state
+    for is_cancelled in (False, False, True, False):
+        result = result_of(agent, submit(agent, is_cancelled=is_cancelled))
+        assert result.outcome == ("error" if is_cancelled else "ok"), result.state
+        assert ("cancelled" in result.state.get("message", "")) == is_cancelled
     agent.close()
 
 
