@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from base.agents.calls import Call, Rollout, sequence_of
 from base.agents.environment import LOOPBACK, Agent
-from base.agents.parser import Parsed
+from base.agents.parser import ReplyParser
 from base.agents.server import Asked, Gone, Server
 from base.agents.wire_chat import Answer, Delta, Refused, Reply, Request, Sampling, Token
 from base.hf.tokenizer import Tokenizer
@@ -26,21 +25,6 @@ IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
 LEAST_LOGP = -9999.0  # JSON has no infinity; vLLM's own server writes this number, too
 FAULTS_OF_THE_REQUEST = (DataError, RecursionError)  # what a request's own messages cause
 PARSERS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
-
-
-class Parser(Protocol):
-    """parser.ReplyParser."""
-
-    needs_special_tokens: bool
-    reads_calls: bool
-
-    def content_of_beginning(
-        self, text: str, tools: list[dict] | None, template_kwargs: dict | None, prompt_ids: Sequence[int]
-    ) -> str: ...
-
-    def __call__(
-        self, text: str, tools: list[dict] | None, template_kwargs: dict | None, prompt_ids: Sequence[int]
-    ) -> Parsed: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +49,7 @@ class Endpoint:
         engine: Engine,
         tokenizer: Tokenizer,
         ranks: Ranks,
-        parse: Parser,
+        parse: ReplyParser,
         agents: Sequence[Agent] = (),
         clients_sample: bool = False,
     ):

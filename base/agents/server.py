@@ -16,7 +16,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import uvicorn
 from starlette.requests import ClientDisconnect
@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from base.agents.wire_anthropic import Messages
-from base.agents.wire_chat import Answer, Chat, Conversations, Delta, Refused, Request
+from base.agents.wire_chat import Answer, Chat, Conversations, Delta, Refused, Request, Wire
 from base.agents.wire_responses import Responses
 from base.system.disk import say
 from base.system.exits import StopRun, place_of
@@ -61,29 +61,6 @@ SERVED_VALUES = {
 MAX_NOTES = 30  # of a run: an agent may send any key
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "grpo.py"}
 MODEL |= {"type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z"}  # Anthropic's keys
-
-
-class Wire(Protocol):
-    """A request as one of the protocols has it. request: what the calls see of it. not_enforced: what the client asks
-    for by keys that may have no effect. Its methods write the answer: as one body, or as the events of a stream."""
-
-    request: Request
-
-    def __init__(self, body: bytes, conversations: Conversations): ...
-
-    @property
-    def not_enforced(self) -> dict: ...
-
-    @staticmethod
-    def failure(refused: Refused) -> dict: ...
-
-    def reply(self, answer: Answer) -> dict: ...
-
-    def stream_delta(self, delta: Delta) -> str: ...
-
-    def stream_end(self, answer: Answer) -> str: ...
-
-    def stream_failure(self, refused: Refused) -> str: ...
 
 
 WIRES: dict[str, type[Wire]] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}

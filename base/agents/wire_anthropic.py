@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from base.agents.wire_chat import (
     Answer,
+    Body,
     Conversations,
     Count,
     Delta,
@@ -16,6 +18,8 @@ from base.agents.wire_chat import (
     Reply,
     Request,
     StopStrings,
+    Wire,
+    expecting,
     read_arguments,
     read_body,
 )
@@ -29,23 +33,13 @@ UNREAD = ""  # the key of arguments that are no JSON object, as input must be on
 TOO_LONG = "prompt is too long: "  # by these words its clients recognize a full context
 
 
-class Body(BaseModel):
-    """What is served of a request. train, chat_template_kwargs: as in chat completions."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    messages: Annotated[list[dict], Field(min_length=1)]
-    system: str | list[dict] | None = None
-    tools: list[dict] | None = None
-    tool_choice: dict | None = None
-    max_tokens: Count = None
-    stop_sequences: StopStrings | None = None
-    stream: bool | None = None
-    chat_template_kwargs: dict | None = None
-    train: bool | None = None
-
-
-def _read_message(message: dict) -> Iterator[dict]:
+def _read_message(message: dict) -> list[dict]:
     """A message as chat completions have it; results of tools are messages of their own there."""
+    with expecting(MESSAGE_FORM):
+        return [*_as_messages(message)]
+
+
+def _as_messages(message: dict) -> Iterator[dict]:
     role = message["role"]
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -83,38 +77,37 @@ def _read_reply(blocks: list[dict]) -> dict:
     return reply
 
 
-class Messages:
-    """A request over this wire: the methods of chat.Chat."""
+class MessagesBody(Body):
+    messages: Annotated[list[Annotated[dict, AfterValidator(_read_message)]], Field(min_length=1)]
+    system: str | list[dict] | None = None
+    tools: list[dict] | None = None
+    tool_choice: dict | None = None
+    max_tokens: Count = None
+    stop_sequences: StopStrings | None = None
+
+
+class Messages(Wire):
+    """A request over this wire."""
+
+    body: MessagesBody
 
     def __init__(self, body: bytes, _: Conversations):
-        self.body = read_body(Body, body, renamed={})
+        self.body = read_body(MessagesBody, body, renamed={})
         self.sent = ""
         self.num_blocks = 0  # that the stream has begun
         self.other_tools = []
-        chat = {
-            "messages": self._messages(),
+        messages = [*chain.from_iterable(self.body.messages)]
+        if self.body.system:
+            messages.insert(0, {"role": "system", "content": self.body.system})
+        chat = self.body.shared() | {
+            "messages": messages,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "max_tokens": self.body.max_tokens,
             "stop": self.body.stop_sequences,
-            "stream": self.body.stream,
-            "continue_final_message": self.body.messages[-1].get("role") == "assistant",
-            "chat_template_kwargs": self.body.chat_template_kwargs,
-            "train": self.body.train,
+            "continue_final_message": messages[-1]["role"] == "assistant",
         }
         self.request = read_body(Request, chat, RENAMED)
-
-    def _messages(self) -> list[dict]:
-        messages = []
-        if self.body.system:
-            messages.append({"role": "system", "content": self.body.system})
-        for number, message in enumerate(self.body.messages):
-            try:
-                messages += _read_message(message)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                found = f"{type(error).__name__}: {error!s:.200}"
-                raise Refused(f"messages.{number}: {MESSAGE_FORM} ({found})") from error
-        return messages
 
     def _tools(self) -> list[dict] | None:
         """The tools that the client itself describes, as chat completions have them. No other is ever called."""
@@ -139,10 +132,6 @@ class Messages:
         if not isinstance(kind, str) or kind not in CHOICES:
             raise Refused(f"tool_choice: {kind!r:.80} is none of {', '.join(CHOICES)}")
         return CHOICES[kind]
-
-    @property
-    def not_enforced(self) -> dict:
-        return self.body.model_extra | {"tool_choice": self.request.tool_choice, "tools": self.other_tools or None}
 
     @staticmethod
     def failure(refused: Refused) -> dict:

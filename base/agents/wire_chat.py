@@ -6,8 +6,10 @@ import hashlib
 import json
 import string
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -122,11 +124,18 @@ def _entries(value: Any) -> list:
     return []
 
 
-def _read_messages(messages: list[dict]) -> list[dict]:
+@contextmanager
+def expecting(form: str) -> Iterator[None]:
+    """In this block a part of a request is read. ValueError, as pydantic's validators raise it, for another form."""
     try:
-        return [read_message(message) for message in messages]
+        yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{MESSAGE_FORM} ({type(error).__name__}: {error!s:.200})") from error
+        raise ValueError(f"{form} ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _read_messages(messages: list[dict]) -> list[dict]:
+    with expecting(MESSAGE_FORM):
+        return [read_message(message) for message in messages]
 
 
 def _check_tool(tool: dict) -> dict:
@@ -146,11 +155,23 @@ def _as_limit(count: Any) -> Any:
     return None if count == -1 else count  # how vLLM's clients write "no limit"
 
 
-class Request(BaseModel):
-    """The body of a request: what is served of it. The rest is in model_extra. train: of this program; false keeps the
-    call out of all rows."""
+class Body(BaseModel):
+    """The body of a request: what is served of it, here over every wire. The rest is in model_extra. train: of this
+    program; false keeps the call out of all rows."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+    stream: bool | None = None
+    chat_template_kwargs: dict | None = None
+    train: bool | None = None
+
+    def shared(self) -> dict:
+        """What every wire has."""
+        return self.model_dump(include={*Body.model_fields})
+
+
+class Request(Body):
+    """Of chat completions, and what the calls see of a request over any wire."""
+
     messages: Annotated[list[dict], Field(min_length=1), AfterValidator(_read_messages)]
     tools: list[Annotated[dict, AfterValidator(_check_tool)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict | None = None
@@ -159,17 +180,14 @@ class Request(BaseModel):
     max_completion_tokens: Annotated[Count, BeforeValidator(_as_limit)] = None
     stop: Annotated[StopStrings, BeforeValidator(_as_list)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    stream: bool | None = None
     stream_options: dict | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs = None
     response_format: dict | None = None
     modalities: list[Literal["text"]] | None = None
     functions: None = None
-    chat_template_kwargs: dict | None = None
     continue_final_message: bool | None = None
     return_token_ids: bool | None = None
-    train: bool | None = None
 
     @model_validator(mode="after")
     def _ends_with_what_goes_on(self) -> Self:
@@ -331,22 +349,43 @@ class Answer(NamedTuple):
 Conversations = dict[str, list[dict]]  # of a rollout: the messages up to a reply, by its id
 
 
-class Chat:
-    """A request over this wire. The other wires have the same methods; their requests become this one's."""
+class Wire(Protocol):
+    """A request as one of the protocols has it. body: as it came; request: what the calls see of it. other_tools: that
+    are never called. The methods write the answer: as one body, or as the events of a stream."""
 
-    def __init__(self, body: bytes, _: Conversations):
-        self.request = read_body(Request, body, renamed={})
-        self.sent: dict[int, str] = {}  # what a stream has told of each reply
+    body: Body
+    request: Request
+    other_tools: list[dict]
+
+    def __init__(self, body: bytes, conversations: Conversations): ...
 
     @property
     def not_enforced(self) -> dict:
         """What the client asks for by keys that may have no effect."""
-        typed = {"tool_choice": self.request.tool_choice, "response_format": self.request.response_format}
-        return self.request.model_extra | typed
+        request = self.request
+        typed = {"tool_choice": request.tool_choice, "response_format": request.response_format}
+        return self.body.model_extra | typed | {"tools": self.other_tools or None}
 
     @staticmethod
     def failure(refused: Refused) -> dict:
         return refused.body
+
+    def reply(self, answer: Answer) -> dict: ...
+
+    def stream_delta(self, delta: Delta) -> str: ...
+
+    def stream_end(self, answer: Answer) -> str: ...
+
+    def stream_failure(self, refused: Refused) -> str: ...
+
+
+class Chat(Wire):
+    """A request over this wire."""
+
+    def __init__(self, body: bytes, _: Conversations):
+        self.body = self.request = read_body(Request, body, renamed={})
+        self.other_tools = []
+        self.sent: dict[int, str] = {}  # what a stream has told of each reply
 
     def reply(self, answer: Answer) -> dict:
         """The object `chat.completion`."""

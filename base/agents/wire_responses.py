@@ -9,9 +9,22 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from base.agents.wire_chat import Answer, Conversations, Count, Delta, Refused, Reply, Request, TopLogprobs, read_body
+from base.agents.wire_chat import (
+    Answer,
+    Body,
+    Conversations,
+    Count,
+    Delta,
+    Refused,
+    Reply,
+    Request,
+    TopLogprobs,
+    Wire,
+    expecting,
+    read_body,
+)
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 ITEM_FORM = "expected {role, content}, {type: function_call, call_id, name, arguments} or {type: function_call_output}"
@@ -25,10 +38,8 @@ def _read_items(given: str | list[dict]) -> list[dict]:
         return [{"role": "user", "content": given}]
     messages: list[dict] = []
     for number, item in enumerate(given):
-        try:
+        with expecting(f"{number}: {ITEM_FORM}"):
             _read_item(item, messages)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{number}: {ITEM_FORM} ({type(error).__name__}: {error!s:.200})") from error
     return messages
 
 
@@ -60,10 +71,7 @@ def _reply_without(messages: list[dict], *keys: str) -> dict:
     return messages[-1]
 
 
-class Body(BaseModel):
-    """What is served of a request. train: as in chat completions."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class ResponsesBody(Body):
     input: Annotated[str | list[dict], Field(min_length=1), AfterValidator(_read_items)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -72,19 +80,18 @@ class Body(BaseModel):
     max_output_tokens: Count = None
     include: list[str] | None = None
     top_logprobs: TopLogprobs = None
-    stream: bool | None = None
     background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
-    chat_template_kwargs: dict | None = None
-    train: bool | None = None
 
 
-class Responses:
-    """A request over this wire: the methods of chat.Chat."""
+class Responses(Wire):
+    """A request over this wire."""
+
+    body: ResponsesBody
 
     def __init__(self, body: bytes, conversations: Conversations):
-        self.body = read_body(Body, body, renamed={})
+        self.body = read_body(ResponsesBody, body, renamed={})
         self.conversations = conversations
         self.number = 0  # of the stream's next event
         self.sent = ""
@@ -93,16 +100,13 @@ class Responses:
         if self.body.instructions:
             messages.insert(0, {"role": "system", "content": self.body.instructions})
         self.other_tools = []
-        chat = {
+        chat = self.body.shared() | {
             "messages": messages,
             "tools": self._tools(),
             "tool_choice": self.body.tool_choice,
             "max_completion_tokens": self.body.max_output_tokens,
             "logprobs": LOGPROBS in (self.body.include or ()),
             "top_logprobs": self.body.top_logprobs,
-            "stream": self.body.stream,
-            "chat_template_kwargs": self.body.chat_template_kwargs,
-            "train": self.body.train,
         }
         self.request = read_body(Request, chat, RENAMED)
 
@@ -127,14 +131,6 @@ class Responses:
             else:
                 self.other_tools.append(tool)
         return functions
-
-    @property
-    def not_enforced(self) -> dict:
-        return self.body.model_extra | {"tool_choice": self.body.tool_choice, "tools": self.other_tools or None}
-
-    @staticmethod
-    def failure(refused: Refused) -> dict:
-        return refused.body
 
     def reply(self, answer: Answer) -> dict:
         [reply] = answer.replies
