@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
+from base.hf.model_config import MAX_HEAD_DIM
 from base.system.ranks import on_device
 
 # With fewer key than query heads, varlen_attn of torch >= 2.12 needs a flag that 2.11 does not have. (torch's version
@@ -151,7 +152,7 @@ def packed_attention(
     back through its segment and on into the prefix; None is all.
     """
     assert window is None or window > 0, window
-    is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype)
+    is_flash = uses_flash_attention(query_TNH.device.type, query_TNH.dtype) and query_TNH.shape[-1] <= MAX_HEAD_DIM
     key_MKH, value_MKH = key_TKH, value_TKH
     if layout.key_rows:
         key_MKH = layout.key_rows.of(key_TKH)

@@ -92,6 +92,8 @@ class TransformersBody(nn.Module):
         embedding = base.get_input_embeddings()
         for name, part in base.named_children():
             self.add_module("embed_tokens" if part is embedding else name, part)
+            if isinstance(part, nn.Linear):  # Gemma 4's, of embeddings
+                part.register_forward_pre_hook(_round_input, with_kwargs=True)
         embedding.register_forward_hook(_widen)
         final_norm = self.get_submodule(config.family.final_norm)
         for module in self.modules():

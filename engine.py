@@ -116,7 +116,8 @@ class VLLMEngine:
             self.llm.collective_rpc(_Capture, args=(states, model))
         self.fused_layers = self.llm.apply_model(lambda model: model.packed_modules_mapping)[0]
         engine_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_parameters()])[0]
-        self.param_names = _checkpoint_names(engine_names, self.fused_layers, model)
+        buffer_names = self.llm.apply_model(lambda model: [name for name, _ in model.named_buffers()])[0]
+        self.param_names = _checkpoint_names(engine_names, buffer_names, self.fused_layers, model)
         if not self.cuda and self.llm.apply_model(lambda model: hasattr(model, "lm_head"))[0]:
             self.param_names.add("lm_head.weight")  # LFM2's is tied whatever `_overrides` says; it has a packed copy
         self.shapes: dict[str, list[int]] = {}  # of the first sync, the only ones that vLLM checks
@@ -452,14 +453,17 @@ def _likeliest(flat) -> list[dict[int, float]]:
     return positions
 
 
-def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig) -> set[str]:
-    """The names of the engine's parameters in checkpoints. The engine has a layer's experts in a few tensors, a
-    checkpoint may have three matrices of each expert."""
+def _checkpoint_names(
+    names: Iterable[str], buffers: Iterable[str], fused_layers: Mapping[str, Sequence[str]], model: ModelConfig
+) -> set[str]:
+    """The names in checkpoints of the engine's parameters, and of its buffers that checkpoints have. The engine has a
+    layer's experts in a few tensors, a checkpoint may have three matrices of each expert."""
+    known = {name for name, _ in model.tensor_shapes()}
     experts = model.family.experts
     stored_of = {}
     if experts:
         stored_of = {names.engine: names.stored for names in experts.renamed}
-    found = set()
+    found = known.intersection(buffers)
     blocks_with_experts = set()
     for name in names:
         block, part = _within_block(name)
@@ -470,8 +474,10 @@ def _checkpoint_names(names: Iterable[str], fused_layers: Mapping[str, Sequence[
         else:
             for engine_part, own_part in model.family.engine_parts:
                 part = part.replace(engine_part, own_part)
-            found.update(_unfused(f"{block}{stored_of.get(part, part)}", fused_layers))
-    for name, _ in model.tensor_shapes():
+            parts = _unfused(f"{block}{stored_of.get(part, part)}", fused_layers)
+            # Where keys are the values, there is no v_proj. A checkpoint that has them fused knows none of the parts.
+            found.update(known.intersection(parts) or parts)
+    for name in known:
         block, part = _within_block(name)
         if block in blocks_with_experts and experts.has(part):
             found.add(name)

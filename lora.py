@@ -53,7 +53,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, I], or [1, T, I] in transformers' blocks."""
-        x_TI = x.flatten(0, -2)
+        x_TI = x.flatten(0, -2).to(self.weight.dtype)  # Gemma 4 gives its gates the residual stream
         y_TO = MergedLinear.apply(x_TI, self.weight, self.bias, self.lora_A, self.lora_B, self.scale)
         return y_TO.unflatten(0, x.shape[:-1])
 

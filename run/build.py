@@ -259,7 +259,8 @@ def check_cpu_sizes(model: ModelConfig, device_type: str) -> None:
     if device_type != "cpu":
         return
     problem = None
-    name, size, computed = "head_dim", model.head_dim, CPU_HEAD_SIZES
+    name, computed = "head_dim", CPU_HEAD_SIZES
+    size = next((layer.head_dim for layer in model.of_layers if layer.head_dim not in computed), model.head_dim)
     if model.family.qkv == "latent":
         _, size = model.cached_dims
         name, computed = "kv_lora_rank + qk_rope_head_dim", (CPU_LATENT_SIZE,)

@@ -33,7 +33,6 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
         adapters = adapted_layers(config, lora)
         num_weights += sum(lora.dim * (outputs + inputs) for outputs, inputs in adapters.values())
         passes = 2
-    flops_per_pair = 3 * config.flops_per_pair
     flops = 0
     for micro in micros:
         flops += 2 * passes * num_weights * len(micro.token_T)
@@ -41,7 +40,7 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
         lengths = np.diff(micro.cu_seqlens).tolist()
         for length, prefix in zip(lengths, micro.prefix_S.tolist(), strict=True):
             before = lengths[prefix] if prefix >= 0 else 0
-            flops += flops_per_pair * (config.attention_pairs(before + length) - config.attention_pairs(before))
+            flops += 3 * (config.attention_flops(before + length) - config.attention_flops(before))
         passes_of_rows = len(micro.pos_R) + (passes - 1) * micro.num_grad_rows
         flops += 2 * passes_of_rows * config.hidden_size * config.vocab_size
     return flops

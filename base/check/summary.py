@@ -74,8 +74,9 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     if model.num_experts and cfg.policy.precision == "bfloat16" and not cfg.policy.router_replay.enabled:
         choice = "rounding to bfloat16 changes which experts a token is sent to"
         found.append(f"{choice}: policy.router_replay.enabled=true gives the trainer the sampler's choice")
-    if model.family.state is not None and model.family.state.note:
-        found.append(model.family.state.note)
+    for layers in (model.family.state, model.family.unlike):
+        if layers is not None and layers.note:
+            found.append(layers.note)
     return found
 
 

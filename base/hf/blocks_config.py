@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from base.hf.config_forms import check_forms
 from base.hf.families import FAMILIES, WHOLE, check_family, text_fields
 from base.hf.family import Family
-from base.hf.model_config import INTEGERS, ModelConfig, check_heads, check_numbers
+from base.hf.model_config import INTEGERS, MAX_HEAD_DIM, ModelConfig, check_heads, check_numbers
 from config import ConfigError
 
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-MAX_HEAD_DIM = 256  # of torch's varlen attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +25,8 @@ class BlocksConfig(ModelConfig):
             check_forms(hf, source)
         check_family(hf, source)
         family = FAMILIES[hf["model_type"]]
+        if family.unlike is not None:
+            hf = family.unlike.with_heads(hf)
         types = family.listed_types(hf) if family.one_part else None
         num_layers = len(types) if types is not None else hf.get("num_hidden_layers")
         inner = family.inner_size(hf)
@@ -56,7 +57,7 @@ class BlocksConfig(ModelConfig):
         if head_dim > MAX_HEAD_DIM:
             problem = f"head_dim={head_dim}: attention over packs takes up to {MAX_HEAD_DIM}"
             raise ConfigError(f"{source}: {problem}: use a model with smaller heads")
-        return cls(
+        model = cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
             intermediate_size=inner,
@@ -71,6 +72,9 @@ class BlocksConfig(ModelConfig):
             config_json=config_json,
             whole=whole,
         )
+        if family.unlike is not None:
+            _check_unlike(model, source)
+        return model
 
     @property
     def fields_for_vllm(self) -> dict:
@@ -91,6 +95,33 @@ class BlocksConfig(ModelConfig):
             return {}
         scaling = {"beta": beta, "original_max_position_embeddings": rope["original_max_position_embeddings"]}
         return {"llama_4_scaling": scaling}
+
+
+def _check_unlike(model: BlocksConfig, source: str) -> None:
+    """ConfigError for layers of Gemma 4 that transformers or vLLM cannot build, or that nobody has tried."""
+    hf = model.hf
+    if hf.get("enable_moe_block"):
+        problem = "nobody has tried experts beside an MLP"
+        raise ConfigError(f"{source}: enable_moe_block=true: {problem}: use a Gemma 4 without experts")
+    types = model.attention_types
+    shared = hf.get("num_kv_shared_layers", 0)
+    if shared not in range(len(types)) or not set(types).issubset(types[: len(types) - shared]):
+        problem = f"num_kv_shared_layers={shared}: expected an earlier layer of each type, with keys of its own"
+        raise ConfigError(f"{source}: {problem}")
+    ids = hf.get("vocab_size_per_layer_input", 262144)
+    if ids < hf["vocab_size"]:
+        problem = f"vocab_size_per_layer_input={ids} is less than vocab_size={hf['vocab_size']}"
+        raise ConfigError(f"{source}: {problem}: a token has an embedding for each layer")
+    full = model.of_layers[types.index("full_attention")]
+    check_heads(hf | {"num_key_value_heads": full.num_key_value_heads}, full.head_dim, source)
+    written = hf.get("per_layer_config")
+    if written:
+        known = ["head_dim", "num_key_value_heads"] if hf.get("attention_k_eq_v") else ["head_dim"]
+        numbers = [str(number) for number, kind in enumerate(types) if kind == "full_attention"]
+        heads = written.get(numbers[0])
+        if not isinstance(heads, dict) or written != dict.fromkeys(numbers, heads) or not set(heads).issubset(known):
+            expected = f"the same {' and '.join(known)} for each layer of full attention"
+            raise ConfigError(f"{source}: per_layer_config={written!r:.80}: expected {expected}, and nothing else")
 
 
 def _check_layers(hf: dict, family: Family, source: str) -> None:

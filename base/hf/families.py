@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from base.hf.family import ALWAYS, ATTENTION_BIAS, MLP_BIAS, NATIVE, PRE_NORM, Family, Switch, Windows
-from base.hf.layers import DeltaNet, Experts, Mamba, Names, ShortConv
+from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, Names, ShortConv
 from config import ConfigError
 
 USE_BIAS = Switch("use_bias")
@@ -86,6 +86,19 @@ FAMILIES = {
         head_dim=256,
         is_tied=True,
         windows=Windows(size=4096, full_every=6),
+    ),
+    "gemma4_text": Family(
+        architecture="Gemma4ForCausalLM",
+        norms=GEMMA_NORMS,
+        qkv_bias=ATTENTION_BIAS,
+        o_bias=ATTENTION_BIAS,
+        qk_norm="of a head",
+        head_dim=256,
+        is_tied=True,
+        windows=Windows(size=512, full_every=6, last_is_full=True),
+        caps_logits=True,
+        values={"use_bidirectional_attention": (None, "vision")},
+        unlike=Gemma4Layers(),
     ),
     "olmo2": Family(
         architecture="Olmo2ForCausalLM",
@@ -378,6 +391,13 @@ WHOLE = {
         **LLAVA,
         defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
     ),
+    "gemma4": Whole(
+        texts=("gemma4_text",),
+        body="model.language_model.",
+        head="lm_head.",
+        kept=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        defaults={},
+    ),
     "mistral3": Whole(texts=("mistral", "ministral3"), **LLAVA, defaults={}),
     "qwen3_5": Whole(texts=("qwen3_5_text",), **QWEN3_5),
     "qwen3_5_moe": Whole(texts=("qwen3_5_moe_text",), **QWEN3_5),
@@ -396,11 +416,9 @@ REFUSED = {
     "ernie4_5_moe": "vLLM 0.32 ignores the bias of its routers on a CPU, so no sync has been proven: use a Glm4 MoE",
     "gpt_oss": "vLLM 0.32 does not reload its sinks and experts: use a Qwen3 MoE",
     "cohere": "nobody has tried it: use a Cohere 2",
-    "gemma4": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
-    "gemma4_text": "its global layers have heads of 512 dims, and attention over packs takes up to 256: use a Gemma 3",
     **dict.fromkeys(("kimi_k2", "kimi_k25"), "its weights are published quantized alone: use a DeepSeek V3"),
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it
 # Fields with a computation that is not there for any family.
@@ -425,7 +443,7 @@ def check_family(hf: dict, source: str) -> None:
             "docs/families.md tells how to try another"
         )
     for name, fix in ABSENT.items():
-        if hf.get(name):
+        if hf.get(name) and name not in FAMILIES[kind].values:
             raise ConfigError(f"{source}: {name}={hf[name]!r:.80} is not supported: {fix}")
     if hf.get("final_logit_softcapping") and not FAMILIES[kind].caps_logits:
         given = f"final_logit_softcapping={hf['final_logit_softcapping']!r:.80} with model_type={kind!r}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from base.hf.layers import DeltaNet, Experts, Mamba, ShortConv
+    from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, ShortConv
 
 Shapes = dict[str, tuple[int, ...]]
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron's pattern
@@ -40,11 +40,13 @@ MLP_BIAS = Switch("mlp_bias")
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """Which layers see only the last `sliding_window` keys, if config.json has no layer_types: all, or all but each
-    `full_every`-th. size: where config.json has no sliding_window. Without `switch` there are no windows."""
+    `full_every`-th. size: where config.json has no sliding_window. Without `switch` there are no windows. last_is_full:
+    the last layer has none, whatever config.json says."""
 
     size: int | None = None
     full_every: int | None = None
     switch: Switch = ALWAYS
+    last_is_full: bool = False
 
     def layer_types(self, num_layers: int) -> list[str]:
         """As in a config.json that has them."""
@@ -68,6 +70,8 @@ class Family:
     section 2.1): keys and values of all heads come from one vector of kv_lora_rank dims, queries from one of
     q_lora_rank unless that is null; queries and keys have qk_nope_head_dim + qk_rope_head_dim dims, values v_head_dim.
     has_query_gate: q_proj has a gate for each number that the attention returns. mlp_size: the field of config.json.
+
+    unlike: what differs from layer to layer.
 
     state: the layers that carry one. A layer has it, or attention, and then an MLP or experts, by its type in
     config.json, or every `full_every`-th has attention. one_part: a layer has only one of these; hybrid: all have both.
@@ -100,6 +104,7 @@ class Family:
     experts: "Experts | None" = None
     caps_logits: bool = False
     values: dict[str, tuple] = field(default_factory=dict)
+    unlike: "Gemma4Layers | None" = None
     final_norm: str = "norm"
     state: "Mamba | DeltaNet | ShortConv | None" = None
     full_every: int | None = None

@@ -57,8 +57,8 @@ def check_weights(
     folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
 ) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name in the text model, shape),
-    as floats, and no others. Rotary frequencies, the head beside a tied one and what only guesses further tokens of
-    `model`, which some folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
+    as floats, and no others. Rotary frequencies, the head beside a tied one and what `model` does not use, which some
+    folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
     """
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
@@ -77,7 +77,7 @@ def check_weights(
     head = model.stored_name("lm_head.weight") if model else "lm_head.weight"
     for name, (path, _) in stored.items():
         is_ignored = name == head or name.endswith("rotary_emb.inv_freq")
-        if model is not None and (model.only_guesses_tokens(name) or model.is_kept(name)):
+        if model is not None and (model.is_unused(name) or model.is_kept(name)):
             is_ignored = True
         if not is_ignored:
             raise ConfigError(f"{path}: {name} is not in the model that config.json describes")

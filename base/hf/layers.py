@@ -1,5 +1,5 @@
-"""The layers that only transformers computes here: mixtures of experts, and layers that carry a state. Their names,
-shapes and sizes. No torch.
+"""The layers that only transformers computes here: mixtures of experts, layers that carry a state, layers of Gemma 4.
+Their names, shapes and sizes. No torch.
 """
 
 from collections.abc import Iterator
@@ -252,3 +252,67 @@ class ShortConv:
         if self.bias.is_on(hf):
             shapes |= {"conv.bias": (hidden,), "in_proj.bias": (3 * hidden,), "out_proj.bias": (hidden,)}
         return {f"{self.module}.{name}": shape for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Gemma4Layers:
+    """What differs from layer to layer. Layers of full attention have heads of their own size; with attention_k_eq_v
+    their keys are their values, too. The last num_kv_shared_layers take keys and values from an earlier layer. If
+    hidden_size_per_layer_input is not 0, a token has an embedding for each layer."""
+
+    note = (
+        "on a GPU, heads of more than 256 dims go through torch's SDPA in float32, which is slow; their memory is "
+        "not counted, and nobody has measured it"
+    )
+
+    def with_heads(self, hf: dict) -> dict:
+        """config.json in its published form. transformers 5 writes the sizes of heads for each layer that differs."""
+        written = hf.get("per_layer_config")
+        if written is None:
+            return hf
+        first = next(iter(written.values()), None)
+        heads = first if isinstance(first, dict) else {}
+        size = heads.get("head_dim", hf.get("head_dim", 256))
+        return hf | {"global_head_dim": size, "num_global_key_value_heads": heads.get("num_key_value_heads")}
+
+    def sizes(self, hf: dict, types: list[str]) -> Iterator[dict[str, int]]:
+        """Of each layer, what differs, under the names of `ModelConfig`. 0 key heads: they are of an earlier layer."""
+        for number, kind in enumerate(types):
+            sizes = {}
+            if kind == "full_attention":
+                sizes["head_dim"] = hf.get("global_head_dim", 512)
+                if hf.get("attention_k_eq_v"):
+                    sizes["has_values"] = False
+                    sizes["num_key_value_heads"] = hf.get("num_global_key_value_heads") or hf["num_key_value_heads"]
+            if number >= len(types) - hf.get("num_kv_shared_layers", 0):
+                sizes["num_key_value_heads"] = 0
+                if hf.get("use_double_wide_mlp"):
+                    sizes["intermediate_size"] = 2 * hf["intermediate_size"]
+            yield sizes
+
+    def embedding_size(self, hf: dict) -> int:
+        """Dims of a token's embedding for a layer; 0: there is none."""
+        return hf.get("hidden_size_per_layer_input", 256)
+
+    def layer_shapes(self, hf: dict) -> Shapes:
+        """Beside attention, MLP and their norms."""
+        hidden = hf["hidden_size"]
+        size = self.embedding_size(hf)
+        shapes: Shapes = {"layer_scalar": (1,)}
+        if size:
+            shapes["per_layer_input_gate.weight"] = (size, hidden)
+            shapes["per_layer_projection.weight"] = (hidden, size)
+            shapes["post_per_layer_input_norm.weight"] = (hidden,)
+        return shapes
+
+    def body_shapes(self, hf: dict) -> Shapes:
+        """Before the layers, beside the embedding."""
+        size = self.embedding_size(hf)
+        if not size:
+            return {}
+        of_layers = size * hf["num_hidden_layers"]
+        return {
+            "embed_tokens_per_layer.weight": (hf.get("vocab_size_per_layer_input", 262144), of_layers),
+            "per_layer_model_projection.weight": (of_layers, hf["hidden_size"]),
+            "per_layer_projection_norm.weight": (size,),
+        }

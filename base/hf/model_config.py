@@ -8,7 +8,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -51,12 +51,13 @@ SUPPORTED_VALUES = {
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
-MORE_INTEGERS += ("q_lora_rank",)
+MORE_INTEGERS += ("q_lora_rank", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
 NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
 WHOLE_HEADS = ("llama", "arcee", "gemma3_text")  # whose hidden_size must be a multiple of the number of heads
+MAX_HEAD_DIM = 256  # of torch's varlen attention
 EMBEDDING = "model.embed_tokens.weight"
 # Types of layers whose first part is not attention alone.
 PARTS_OF_TYPES = {
@@ -98,6 +99,7 @@ class ModelConfig:
     hf: dict = dataclasses.field(compare=False, repr=False)  # config.json, or its text_config
     config_json: dict = dataclasses.field(compare=False, repr=False)
     whole: "Whole | None" = dataclasses.field(default=None, kw_only=True)  # of a folder with a vision part
+    has_values: bool = dataclasses.field(default=True, kw_only=True)  # else a layer's keys are its values
 
     @property
     def value_dim(self) -> int:
@@ -115,6 +117,13 @@ class ModelConfig:
         if self.family.qkv == "latent":
             return 1, self.hf["kv_lora_rank"] + self.hf["qk_rope_head_dim"]
         return self.num_key_value_heads, 2 * self.head_dim
+
+    @cached_property
+    def of_layers(self) -> list["ModelConfig"]:
+        """The model with the sizes of each layer."""
+        if self.family.unlike is None:
+            return [self] * self.num_hidden_layers
+        return [replace(self, **sizes) for sizes in self.family.unlike.sizes(self.hf, self.attention_types)]
 
     @property
     def softcap(self) -> float | None:
@@ -135,7 +144,7 @@ class ModelConfig:
 
     def is_kept(self, stored_name: str) -> bool:
         """Whether the folder's tensor of this name is no part of the text model, and stays as it is."""
-        return self.whole is not None and stored_name.startswith(self.whole.kept)
+        return self.whole is not None and (stored_name.startswith(self.whole.kept) or self.is_unused(stored_name))
 
     @property
     def fields_for_vllm(self) -> dict:
@@ -152,25 +161,35 @@ class ModelConfig:
         """(name, shape) of each weight; a tied head is not repeated. Names are those of the policy and the engine;
         `stored_name` has those of a model folder. as_computed: of experts, as transformers' model has them, all of a
         layer in two tensors."""
+        unlike = self.family.unlike
         yield EMBEDDING, (self.vocab_size, self.hidden_size)
+        if unlike is not None:
+            for name, shape in unlike.body_shapes(self.hf).items():
+                yield f"model.{name}", shape
         norm: Shapes = {}
         self._add(norm, f"model.{self.family.final_norm}", (self.hidden_size,), self.family.norm_bias)
         yield from norm.items()
         if not self.tie_word_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
-        shapes_of_parts = {
+        shapes_of_parts = self._shapes_of_parts(as_computed)
+        norms = self._norm_shapes()
+        for number, parts in enumerate(self.layers):
+            block = norms
+            if unlike is not None:
+                block = block | unlike.layer_shapes(self.hf)
+                shapes_of_parts = self.of_layers[number]._shapes_of_parts(as_computed)
+            for part in parts:
+                block = block | shapes_of_parts[part]
+            for name, shape in block.items():
+                yield f"model.layers.{number}.{name}", shape
+
+    def _shapes_of_parts(self, as_computed: bool) -> dict[str, Shapes]:
+        return {
             "attention": self._attention_shapes(),
             "state": self.family.state.shapes(self.hf) if self.family.state is not None else {},
             "mlp": self._mlp_shapes(self.family.mlp_module, self.intermediate_size),
             "experts": self._experts_shapes(as_computed) if self.num_experts else {},
         }
-        norms = self._norm_shapes()
-        for number, parts in enumerate(self.layers):
-            block = norms
-            for part in parts:
-                block = block | shapes_of_parts[part]
-            for name, shape in block.items():
-                yield f"model.layers.{number}.{name}", shape
 
     @cached_property
     def layers(self) -> list[tuple[str, ...]]:
@@ -252,16 +271,34 @@ class ModelConfig:
         if windows is None or not windows.switch.is_on(self.hf):
             return [None for parts in self.layers if "attention" in parts]
         size = self.hf.get("sliding_window", windows.size)
-        types = self.hf.get("layer_types") or windows.layer_types(self.num_hidden_layers)
-        return [size if kind == "sliding_attention" else None for kind in types]
+        return [size if kind == "sliding_attention" else None for kind in self.attention_types]
 
-    def attention_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it sees, in a sequence of this length, in all layers together."""
-        pairs = 0
-        for window, num_layers in Counter(self.windows).items():
+    @cached_property
+    def attention_types(self) -> list[str]:
+        """Of each layer, in a family with windows."""
+        windows = self.family.windows
+        types = list(self.hf.get("layer_types") or windows.layer_types(self.num_hidden_layers))
+        if windows.last_is_full:
+            types[-1] = "full_attention"
+        return types
+
+    @property
+    def with_attention(self) -> list["ModelConfig"]:
+        """`of_layers` that have attention."""
+        return [model for model, parts in zip(self.of_layers, self.layers, strict=True) if "attention" in parts]
+
+    def attention_flops(self, length: int) -> int:
+        """Of the attention's forward over a sequence of this length, in all layers together."""
+        flops = 0
+        for (window, of_pair), num_layers in self.attention_kinds.items():
             size = length if window is None else min(length, window)
-            pairs += num_layers * (size * (size + 1) // 2 + (length - size) * size)
-        return pairs
+            flops += num_layers * of_pair * (size * (size + 1) // 2 + (length - size) * size)
+        return flops
+
+    @cached_property
+    def attention_kinds(self) -> Counter[tuple[int | None, int]]:
+        """(window, FLOPs of a query and a key) -> how many layers have them."""
+        return Counter(zip(self.windows, [model.flops_per_pair for model in self.with_attention], strict=True))
 
     @property
     def state_sizes(self) -> "StateSizes":
@@ -295,14 +332,18 @@ class ModelConfig:
         is_dense = layer in (self.hf.get("mlp_only_layers") or ())
         return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
 
-    def only_guesses_tokens(self, name: str) -> bool:
-        """Whether a tensor of a folder is of the layers that predict tokens beyond the next one. They are beside the
-        model, but in some families numbered on."""
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of a folder is of the layers that predict tokens beyond the next one, which are beside the
+        model, but in some families numbered on; or of keys in a layer that takes those of an earlier one."""
         if name.startswith("mtp."):
             return True
-        number = re.match(r"model\.layers\.(\d+)\.", name)
-        has_such_layers = bool(self.hf.get("num_nextn_predict_layers"))
-        return has_such_layers and number is not None and int(number[1]) >= self.num_hidden_layers
+        parts = re.match(r"model\.(?:language_model\.)?layers\.(\d+)\.(.*)", name)
+        if parts is None:
+            return False
+        number = int(parts[1])
+        if number >= self.num_hidden_layers:
+            return bool(self.hf.get("num_nextn_predict_layers"))
+        return parts[2].startswith(("self_attn.k_", "self_attn.v_")) and not self.of_layers[number].num_key_value_heads
 
     def _experts_shapes(self, as_computed: bool) -> Shapes:
         experts = self.family.experts
@@ -350,15 +391,18 @@ class ModelConfig:
         else:
             gates = queries if family.has_query_gate else 0
             self._add(shapes, f"{module}.q_proj", (queries + gates, hidden), family.qkv_bias)
-            self._add(shapes, f"{module}.k_proj", (keys, hidden), family.qkv_bias)
-            self._add(shapes, f"{module}.v_proj", (keys, hidden), family.qkv_bias)
+            if keys:
+                self._add(shapes, f"{module}.k_proj", (keys, hidden), family.qkv_bias)
+            if keys and self.has_values:
+                self._add(shapes, f"{module}.v_proj", (keys, hidden), family.qkv_bias)
         values = self.num_attention_heads * self.value_dim
         self._add(shapes, f"{module}.{family.output_name}", (hidden, values), family.o_bias)
         if family.qk_norm != "none" and family.qk_norm_switch.is_on(self.hf):
             is_whole = family.qk_norm == "of all heads"
             q_norm, k_norm = family.qk_norm_names
             self._add(shapes, f"{module}.{q_norm}", (queries if is_whole else self.head_dim,))
-            self._add(shapes, f"{module}.{k_norm}", (keys if is_whole else self.head_dim,))
+            if keys:
+                self._add(shapes, f"{module}.{k_norm}", (keys if is_whole else self.head_dim,))
         return shapes
 
     def _latent_shapes(self) -> Shapes:

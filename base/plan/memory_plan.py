@@ -160,6 +160,11 @@ class Plan:
         """Elements of the embedding; an untied head has as many."""
         return self.model.vocab_size * self.model.hidden_size
 
+    @cached_property
+    def ends(self) -> int:
+        """Elements that are gathered with the embedding: itself, and the embeddings for each layer."""
+        return self.head + count(self.shapes, "embed_tokens_per_layer")
+
     def pinned(self, shapes: Shapes, *widths: int) -> int:
         """Pinned host memory for a rank's rows in these bytes each."""
         sizes = [width * self.rows({name: shape}) for name, shape in shapes.items() for width in widths]
@@ -227,10 +232,14 @@ class Plan:
         return max(self.kept_by_blocks)
 
     @cached_property
+    def of_layers(self) -> list["Plan"]:
+        """With the sizes of each layer."""
+        return [replace(self, model=model) for model in self.model.of_layers]
+
+    @cached_property
     def kept_by_blocks(self) -> list[float]:
         """Bytes that each block keeps for the backward of one token."""
-        of_parts = {parts: self._kept_by(parts) for parts in self.model.layers}
-        return [of_parts[parts] for parts in self.model.layers]
+        return [plan._kept_by(parts) for plan, parts in zip(self.of_layers, self.model.layers, strict=True)]
 
     def _kept_by(self, parts: tuple[str, ...]) -> float:
         """Bytes that a block of these parts keeps for the backward of one token (model.Block): its input and the input
@@ -259,7 +268,15 @@ class Plan:
                 kept += c * m.hidden_size
         if "experts" in parts:
             kept += self._experts_keep
+        if self.own_size:
+            kept += (self.norm_bytes + c) * m.hidden_size + 4 * c * self.own_size
         return kept
+
+    @property
+    def own_size(self) -> int:
+        """Dims of a token's embedding for each layer alone, in Gemma 4."""
+        unlike = self.model.family.unlike
+        return 0 if unlike is None else unlike.embedding_size(self.model.hf)
 
     @property
     def _prompt(self) -> int:
@@ -362,7 +379,9 @@ class Plan:
         recompute = self.cfg.policy.dtensor_cfg.activation_checkpointing
         again = num_recomputed(recompute, num_blocks)
         num_inputs = min(1, again) if recompute == "offload" else again
-        return self.tokens * (num_inputs * 4 * self.model.hidden_size + sum(self.kept_by_blocks[again:num_blocks]))
+        embeddings = (self.norm_bytes + self.precision) * self.own_size * self.model.num_hidden_layers
+        inputs = num_inputs * 4 * self.model.hidden_size + embeddings
+        return self.tokens * (inputs + sum(self.kept_by_blocks[again:num_blocks]))
 
     def _inner_of(self, parts: tuple[str, ...]) -> int:
         """Elements of the hidden layer of a block's MLP for a token, of all experts that compute it together."""
@@ -388,12 +407,13 @@ class Plan:
         keeps: see `keeps_gathered`."""
         c = self.precision
         parts = self.model.layers[number]
-        more = 2 * c * self._inner_of(parts)
+        plan = self.of_layers[number]
+        more = 2 * c * plan._inner_of(parts)
         if "state" in parts:
             of_others = self.kept_by_blocks[number] - self._kept_by(("state",))
             more = max(more, self._state_more - of_others)
         inner = self.kept_by_blocks[number] + 4 * self.model.hidden_size + more
-        last_matrix = (4 if self.lora else c) * self._last_matrix(parts)
+        last_matrix = (4 if self.lora else c) * plan._last_matrix(parts)
         gathered = self.gathered_rest if keeps else self.gathered(self.sizes_of_blocks[number])
         items = {"activations": self.kept(number) + inner * self.tokens, "gathered": gathered + last_matrix}
         if self.num_shards > 1 and number + 1 < self.model.num_hidden_layers:
@@ -412,14 +432,14 @@ class Plan:
         c = self.precision
         tied = self.model.tie_word_embeddings
         if self.num_shards > 1:
-            return self.gathered(self.head) + c * self.block * (2 if tied else 1)
+            return self.gathered(self.ends) + c * self.block * (2 if tied else 1)
         stored = c if self.lora else 4
-        return (c + (stored if "weights" in self.offloaded else c * (stored != c))) * self.head
+        return (c + (stored if "weights" in self.offloaded else c * (stored != c))) * self.ends
 
     @property
     def buffer(self) -> float:
         """FSDP keeps the buffer of the newest all-gather of a forward until the next one: here the untied head's."""
-        newest = self.block if self.model.tie_word_embeddings else self.head
+        newest = self.block if self.model.tie_word_embeddings else self.ends
         return self.gathered(newest) - self.precision * newest
 
     @cached_property
@@ -436,7 +456,7 @@ class Plan:
     @cached_property
     def gathered_rest(self) -> float:
         """All gathered weights but the embedding, or the untied head."""
-        return self.precision * (count(self.shapes | self.trained) - self.head)
+        return self.precision * (count(self.shapes | self.trained) - self.ends)
 
     def logits(self, to_train: bool) -> float:
         """A chunk of the head's logits (kernels.chunks.logit_chunks), with top_p sorted a part at a time. PyTorch has
@@ -470,20 +490,22 @@ class Plan:
         # The head: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
         dW = 0 if self.lora else self.head
         logits = 2 * inputs + 4 * dW + max(self.logits(True), c * dW + inputs)
-        at_head = {"embedding and head": c * self.head, "gathered": self.buffer}
+        at_head = {"embedding and head": c * self.ends, "gathered": self.buffer}
         at_head["activations"] = activations
         at_head["logits and gradient of the head"] = logits
         # FSDP's reduction of it on one rank: two float32 copies beside the sum of all packs. Several ranks hold less
         # then than at the head. A tied one's comes when the activations are gone.
-        reduction = {"activations": 0 if tied else activations, "embedding and head": 0 if several else 2 * 4 * dW}
+        others = 0 if self.lora else self.ends - self.head
+        reduced = others if several else dW + others
+        reduction = {"activations": 0 if tied else activations, "embedding and head": 2 * 4 * reduced}
         of_blocks = [self.in_backward_of(number, keeps) for number in range(m.num_hidden_layers)]
         block = max(of_blocks, key=lambda items: sum(items.values()))
-        block["embedding and head"] = c * (self.head + dW) if tied else 4 * dW
+        block["embedding and head"] = c * (self.ends + dW) if tied else 4 * dW
         if keeps:
             at_head["gathered"] = self.gathered_rest
-            reduction["gathered"] = self.gathered_rest + c * self.head
+            reduction["gathered"] = self.gathered_rest + c * self.ends
             if not tied:
-                block["embedding and head"] += c * self.head
+                block["embedding and head"] += c * self.ends
         rows = _rows("train", "the head", states, at_head)
         if keeps:  # the packs after the first gather nothing, and the first has no gradients yet
             first = at_head.copy()
@@ -504,7 +526,7 @@ class Plan:
         if keeps:
             gathered += c * sum(self.sizes_of_blocks[:number])
             gathered = max(gathered, self.gathered_rest)
-        return {"gathered": gathered, "activations": self._in_forward_of(parts) * self.tokens}
+        return {"gathered": gathered, "activations": self.of_layers[number]._in_forward_of(parts) * self.tokens}
 
     def _in_forward_of(self, parts: tuple[str, ...]) -> float:
         """Bytes of a token in a block's forward without gradients."""
@@ -534,7 +556,7 @@ class Plan:
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
         elif holds_reference(self.cfg) and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
-        ends = c * self.head
+        ends = c * self.ends
         gather = {"gathered": self.gather}
         several = self.num_shards > 1
         if several or not m.tie_word_embeddings:
@@ -542,14 +564,15 @@ class Plan:
         of_blocks = [self.in_forward_of(number, keeps) for number in range(m.num_hidden_layers)]
         block = max(of_blocks, key=lambda items: sum(items.values()))
         if self.lora:
-            block["gathered"] += c * max(map(self._last_matrix, m.layers))  # merged_weight
+            matrices = [plan._last_matrix(parts) for plan, parts in zip(self.of_layers, m.layers, strict=True)]
+            block["gathered"] += c * max(matrices)  # merged_weight
         if m.tie_word_embeddings:
             block["embedding and head"] = ends
         at_head = {"embedding and head": ends, "gathered": self.buffer, "logits": self.logits(False)}
         at_head["activations"] = 2 * c * self.tokens * m.hidden_size
         if keeps:  # the last unit is gathered beside all others; later packs find them all
             if not m.tie_word_embeddings:
-                gather["gathered"] = self.gathered_rest + (self.gathered(self.head) if several else self.gather)
+                gather["gathered"] = self.gathered_rest + (self.gathered(self.ends) if several else self.gather)
             block["embedding and head"] = ends
             at_head["gathered"] += self.gathered_rest
         rows = _rows("score", "a gather", states, gather)
@@ -560,10 +583,9 @@ class Plan:
     @property
     def kv_bytes(self) -> float:
         """Bytes of a token in the cache of all layers with attention; each rank has its share of the heads."""
-        m = self.model
         tensor = self.cfg.policy.generation.vllm_cfg.tensor_parallel_size
-        heads, size = m.cached_dims
-        return m.count_layers("attention") * max(1, heads / tensor) * size * self.engine_precision
+        dims = [model.cached_dims for model in self.model.with_attention]
+        return self.engine_precision * sum(math.ceil(heads / tensor) * size for heads, size in dims)
 
     @property
     def num_engines(self) -> int:
@@ -580,7 +602,7 @@ class Plan:
         c = self.engine_precision
         tensor = generation.vllm_cfg.tensor_parallel_size
         vocab = -(-self.vocab // 64) * 64 * m.hidden_size
-        blocks = count(self.shapes, ".layers.")
+        blocks = count(self.shapes, ".layers.") + self.ends - self.head
         sequences = self.cfg.grpo.max_num_seqs(self.num_engines)
         weights = c * (blocks + vocab * (1 if m.tie_word_embeddings else 2)) / tensor
         return {"engine's weights": weights, "engine's buffers": 5 * 4 * sequences * self.vocab + GIB}
@@ -623,7 +645,7 @@ class Plan:
             copies += 1 / self.num_shards
         if not self.model.tie_word_embeddings and (several or waits):
             copies += 1
-        gathered = copies * self.engine_precision * max(self.block, self.head)
+        gathered = copies * self.engine_precision * max(self.block, self.ends)
         items = {"engine's weights and graphs": self.woken, "gathered to send": gathered}
         return _rows("sync", "", self.states(), items)
 

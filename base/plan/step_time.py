@@ -65,8 +65,7 @@ def phase_seconds(plan: Plan, gpu: Gpu, step: Step) -> dict[str, float]:
     head, weights = plan.head, count(plan.shapes)
     tokens, length = step.tokens / n, round(step.prompt + step.response)
     # Of a forward: 2 for each weight and token (run.speed.train_flops), 4 for each pair that attention sees.
-    pairs = model.attention_pairs(length) / length
-    attention = model.flops_per_pair * pairs
+    attention = model.attention_flops(length) / length
     of_token = 2 * model.weights_per_token + attention + model.state_flops
     blocks_flops, head_flops = tokens * of_token, 2 * head * tokens
     again = policy.dtensor_cfg.activation_checkpointing

@@ -2,6 +2,7 @@
 of its own."""
 
 import contextlib
+from dataclasses import replace
 
 import operators_on_cpu
 import pytest
@@ -39,7 +40,8 @@ def gap(engine, policy):
         (pack,) = pack_samples([rows_of([Sample(0, 0, 0, [TokenSequence(ids, completion.tokens)])])], 64)
         with torch.no_grad():
             micro = to_device(pack, torch.device("cpu"))
-            logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, HEAD)
+            head = replace(HEAD, softcap=policy.config.softcap)
+            logp_R, _ = response_logps(policy, micro.model_inputs, micro.target_R, head)
         worst = max(worst, (logp_R - micro.sampler_logp_R).abs().max().item())
     return worst
 

@@ -20,6 +20,14 @@ from base.hf.families import FAMILIES, WHOLE
 # Attributes that config.json may have, too; base/hf/config_forms.py has their forms.
 FIELDS_TOO = ("model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling", "torch_dtype")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act")
+# What transformers reads and does not annotate: form -> fields, of a model_type.
+MORE = {
+    "gemma4_text": {
+        "int": ["global_head_dim"],
+        "int or null": ["num_global_key_value_heads"],
+        "object": ["per_layer_config"],
+    }
+}
 NAMES = {"NoneType": "null", "dict": "object", "RopeParameters": "object"}
 
 
@@ -80,6 +88,8 @@ def text_of_file() -> str:
     all_forms = {"": reserved()}
     for kind in [*FAMILIES, *WHOLE]:
         all_forms[kind] = forms_of(CONFIG_MAPPING[kind])
+        for form, names in MORE.get(kind, {}).items():
+            all_forms[kind][form] = sorted([*all_forms[kind].get(form, []), *names])
     of_kinds = []
     for kind, forms in all_forms.items():
         lines = [f"  {json.dumps(form)}: {json.dumps(names)}" for form, names in forms.items()]

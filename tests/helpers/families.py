@@ -58,6 +58,20 @@ OF_FAMILY = {
     "mistral": {"sliding_window": WINDOW},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
     "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 20, "tie_word_embeddings": True},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 300,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
     "olmo3": WINDOWS,
     "phi3": {"resid_pdrop": 0.1, "sliding_window": WINDOW},
     "granite": {
@@ -195,6 +209,25 @@ OF_WHOLE = {
         "eoi_token_index": 291,
         "image_token_index": 292,
     },
+    "gemma4": {
+        "text_config": {"model_type": "gemma4_text"},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        "boi_token_id": 290,
+        "eoi_token_id": 291,
+        "image_token_id": 292,
+        "video_token_id": 293,
+        "audio_token_id": 294,
+    },
     "mistral3": {
         "text_config": {"model_type": "ministral3"},
         "vision_config": VISION | {"head_dim": 16},
@@ -242,6 +275,8 @@ def make_family(family, seed=0, **fields):
                 tensor.normal_(0, 0.4)
             elif tensor.dim() == 1:
                 tensor.add_(0.2 * torch.randn(tensor.shape))
+                if name.endswith("q_norm.weight") and family.startswith("gemma4"):
+                    tensor.mul_(0.15)  # nothing else divides its scores
             elif name.endswith(("router.weight", "gate.weight")):
                 tensor.normal_(0, 0.5)
     return model

@@ -166,6 +166,7 @@ def test_unsupported_configs_name_the_field(change, message):
 OTHER_FAMILY = {**QWEN2, "model_type": "mistral", "num_key_value_heads": 2}
 SOME_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 EXPERTS = {"model_type": "qwen3_moe", **SOME_EXPERTS}
+GEMMA4 = {"model_type": "gemma4_text"}
 LATENT = {"model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 LATENT |= {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 LATENT["moe_intermediate_size"] = 96
@@ -180,7 +181,19 @@ REFUSED = [
     (dict(model_type="mistral3", text_config={}, quantization_config={"bits": 4}), "checkpoint that is not quantized"),
     (dict(model_type="gpt_oss"), "use a Qwen3 MoE"),
     (dict(model_type="ernie4_5_moe"), "ignores the bias of its routers"),
-    (dict(model_type="gemma4_text"), "heads of 512 dims"),
+    (dict(GEMMA4, enable_moe_block=True), "use a Gemma 4 without experts"),
+    (dict(GEMMA4, num_kv_shared_layers=1), "num_kv_shared_layers=1: expected an earlier layer of each type"),
+    (dict(GEMMA4, num_kv_shared_layers=9), "num_kv_shared_layers=9: expected an earlier layer of each type"),
+    (dict(GEMMA4, num_kv_shared_layers=-1), "num_kv_shared_layers=-1: expected an earlier layer of each type"),
+    (dict(GEMMA4, vocab_size_per_layer_input=8), "vocab_size_per_layer_input=8 is less than vocab_size"),
+    (dict(GEMMA4, per_layer_config={"1": {"head_dim": 64, "sliding_window": 4}}), "per_layer_config={'1': {"),
+    (dict(GEMMA4, per_layer_config={"0": {"head_dim": 64}}), "expected the same head_dim for each layer of"),
+    (dict(GEMMA4, per_layer_config={"1": 3}), "per_layer_config={'1': 3}: expected the same head_dim"),
+    (dict(GEMMA4, per_layer_config={"1": {"head_dim": "64"}}), "global_head_dim='64': expected int above 0"),
+    (dict(GEMMA4, per_layer_config=None), "per_layer_config=None: expected object"),
+    (dict(GEMMA4, global_head_dim=63), "head_dim=63: expected an even number"),
+    (dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=5), "num_key_value_heads=5 does not divide"),
+    (dict(GEMMA4, use_bidirectional_attention="all"), 'supported: absent, "vision"'),
     (dict(model_type="cohere2", tie_word_embeddings=False), "tie_word_embeddings=false with model_type='cohere2'"),
     (dict(model_type="llama4_text"), "use a Llama 3"),
     (dict(vision_config={"depth": 1}), "vision_config={'depth': 1} is not supported: use one of docs/families.md"),
