@@ -13,7 +13,7 @@ from base.hf.families import WHOLE
 from examples.moe.upcycle import STARTER
 
 pytestmark = pytest.mark.long
-KINDS = ("deepseek_v3", "gemma3", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_next", "qwen3_5")
+KINDS = ("deepseek_v3", "gemma3", "gemma4", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_next", "qwen3_5")
 PARTS = ("train.0", "train.1", "validation")
 WORDS = ["checkpointing.save_period=2", *(f"data.{part}.env_name=on_cpu:plain_characters" for part in PARTS)]
 

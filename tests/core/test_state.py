@@ -258,7 +258,7 @@ def test_attention_is_in_some_layers_only():
     fields = {"num_hidden_layers": 4, "layer_types": None}
     model = from_hf(hf_config("qwen3_5_text").to_dict() | fields)
     assert [parts[0] for parts in model.layers] == ["state", "state", "state", "attention"]
-    assert model.attention_pairs(10) == 55
+    assert model.attention_flops(10) == 55 * model.flops_per_pair
     # A convolution of 4 rows over 2 * 2 * 32 + 4 * 32 channels; three products with four states of 32 x 32.
     assert model.state_flops == 3 * (2 * 4 * 256 + 6 * 4 * 32 * 32)
 

@@ -62,7 +62,7 @@ OF_FAMILY = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
         "sliding_window": WINDOW,
-        "global_head_dim": 64,
+        "global_head_dim": 512,
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "num_kv_shared_layers": 1,

@@ -198,6 +198,7 @@ def test_what_a_block_of_each_family_keeps_on_cuda(family, monkeypatch):
     patch_delta_rule(monkeypatch, has_fla=family != "qwen3_next")
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
     sizes |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 384, "head_dim": 64, "vocab_size": 64}
+    sizes |= {"global_head_dim": 128}  # larger ones are not counted
     sizes |= {"moe_shared_expert_intermediate_size": 384, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024}
     hf = hf_config(family, **sizes).to_dict()
     hf.pop("time_step_limit", None)
