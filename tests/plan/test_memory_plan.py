@@ -25,7 +25,7 @@ from count_memory import (
     planned_and_counted,
     run_config,
 )
-from families import hf_config
+from families import BASE, OF_FAMILY, hf_config
 from ranks import ranks
 from real_models import GEMMA3_1B, GEMMA3_4B, MISTRAL_7B, MOONLIGHT, NEMOTRON_3_NANO, QWEN3_5_4B, QWEN3_30B_A3B
 from torch.distributed.device_mesh import init_device_mesh
@@ -204,6 +204,21 @@ def test_what_a_block_of_each_family_keeps_on_cuda(family, monkeypatch):
     hf.pop("time_step_limit", None)
     plan = Plan(run_config(compile=False), from_hf(hf, force_hf=True), 64, 1)
     assert_blocks_keep(plan, rel=0.025)
+
+
+def test_layers_of_several_sizes():
+    """By hand, of a Gemma 4 as it is published and as transformers saves it: two layers with windows of 6 and 2 heads
+    of 32 dims with keys; one with a head of 512 dims; one that takes that one's keys, with an MLP twice as wide."""
+    fields = {**BASE, **OF_FAMILY["gemma4_text"], "model_type": "gemma4_text"}
+    published, saved = from_hf(fields), from_hf(hf_config("gemma4_text").to_dict())
+    assert "per_layer_config" in saved.hf and "per_layer_config" not in published.hf
+    assert dict(saved.tensor_shapes()) == dict(published.tensor_shapes())
+    for model in (published, saved):
+        assert model.attention_flops(10) == 2 * 4 * (64 * (45 + 45) + 1024 * (55 + 55))
+        plan = Plan(run_config(), model, 300, 1)
+        assert plan.kv_bytes == plan.engine_precision * (2 * 2 * 2 * 32 + 2 * 512)
+        assert plan.ends == 300 * 64 + 300 * 4 * 32
+        assert [model.intermediate_size for model in model.of_layers] == [96, 96, 96, 192]
 
 
 # How many GPUs, and keys of `run_config`: as in configs/math_30b_a3b.yaml and configs/gemma3_1b.yaml.
