@@ -475,8 +475,9 @@ def _checkpoint_names(
             for engine_part, own_part in model.family.engine_parts:
                 part = part.replace(engine_part, own_part)
             parts = _unfused(f"{block}{stored_of.get(part, part)}", fused_layers)
-            # Where keys are the values, there is no v_proj. A checkpoint that has them fused knows none of the parts.
-            found.update(known.intersection(parts) or parts)
+            if model.family.unlike is not None:  # where keys are the values, there is no v_proj
+                parts = known.intersection(parts) or parts
+            found.update(parts)
     for name in known:
         block, part = _within_block(name)
         if block in blocks_with_experts and experts.has(part):
