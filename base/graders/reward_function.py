@@ -64,8 +64,10 @@ class RewardFunction(Environment):
             if inspect.iscoroutine(rewards):
                 rewards = asyncio.run(rewards)
         except (TypeError, AttributeError) as error:
+            form = "lists of messages here, because the rows have `messages`"
             if isinstance(arguments["completions"][0], str):
-                error.add_note("(completions are texts here, because the rows have no `messages`)")
+                form = "texts here, because the rows have no `messages`"
+            error.add_note(f"(completions are {form})")
             raise
         results = [self._result(reward) for reward in rewards]
         if len(results) != len(turns):

@@ -112,9 +112,13 @@ def adds_texts(completions):
     return [completion[0] + 1 for completion in completions]
 
 
+def of_texts(completions):
+    return [float(completion.strip() == "7") for completion in completions]
+
+
 @pytest.mark.parametrize("name", ["of_chats", "of_chats_later", "adds_texts"])
 def test_trials4_f5_completions_that_are_texts_are_called_so(name):
-    """Of a chat the same exception says nothing of texts."""
+    """And where the rows have messages, that they are lists."""
     with pytest.raises((TypeError, AttributeError)) as error:
         make(name).step([TURN])
     assert "completions are texts here" in describe(error.value) and "test_reward_function.py:" in describe(error.value)
@@ -123,3 +127,7 @@ def test_trials4_f5_completions_that_are_texts_are_called_so(name):
         assert make(name).step([chat])[0].reward == 1
     except (TypeError, AttributeError) as error:
         assert "texts" not in describe(error)
+    assert make("of_texts").step([TURN])[0].outcome in ("ok", "wrong")
+    with pytest.raises(AttributeError) as error:
+        make("of_texts").step([chat])
+    assert "completions are lists of messages here" in describe(error.value)
