@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -136,9 +137,12 @@ def gpu_by_name(argv: Sequence[str]) -> tuple[Gpu | None, list[str]]:
     word, others = last_value("--gpu=", argv)
     if word is None:
         return None, others
-    if word.lower() not in GPUS:
-        raise ConfigError(f"--gpu={word:.80}: expected one of {', '.join(GPUS)}")
-    return GPUS[word.lower()], others
+    spelled = re.sub(r"[-_ ]", "", word.lower())
+    for name, gpu in GPUS.items():
+        plain = name.replace("_", "")
+        if spelled in (plain, plain.removeprefix("rtx")):
+            return gpu, others
+    raise ConfigError(f"--gpu={word:.80}: expected one of {', '.join(GPUS)}")
 
 
 def answer(argv: Sequence[str], usage: str) -> int:

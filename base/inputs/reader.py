@@ -128,7 +128,9 @@ def _read_file(path: Path, parents: tuple[Path, ...]) -> list[list[Entry]]:
         text = read_yaml(path)
     except DataError as error:
         named = f" (named by the defaults of {parents[-1]})" if parents else ""
-        folder = path.parent if os.path.isdir(path.parent) else ROOT / "configs"
+        folder = path.parent
+        if not os.path.isdir(folder) or not any(folder.glob("*.yaml")):
+            folder = ROOT / "configs"
         files = ", ".join(sorted(file.name for file in folder.glob("*.yaml")))
         raise ConfigError(f"{error}{named}; yaml files in {folder}: {files or 'none'}") from None
     if path.resolve() in [parent.resolve() for parent in parents]:

@@ -19,7 +19,11 @@ MAX_BYTES = 1 << 30  # of a file that is read whole, or of a line
 def open_file(name: str | Path) -> Iterator[BinaryIO]:
     """The file, open for its bytes. DataError if it cannot be opened or read, or is no regular file (a pipe)."""
     try:
-        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        try:
+            file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+        except ValueError as error:  # a null, or half a character
+            raise OSError(None, "not a file's name") from error
+        with file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(None, "not a regular file")
             yield file

@@ -123,7 +123,7 @@ def test_the_memory_plan_and_a_gpu_that_is_too_small(work):
     code, out, err = check(work, *words, "--gpu_memory=2")
     assert code == 2 and first.format(" with 2") in out
     assert err.startswith("error: memory: ") and " GiB on each GPU, which has 2; " in err and err.count("\n") == 1
-    code, out, err = check(work, *words, "--gpu=H200")
+    code, out, err = check(work, *words, "--gpu=H-200")  # F10: as users spell it
     assert (code, err) == (0, "") and first.format(" with 141") in out and " s a step on 2 H200 SXM (" in out
     assert refused(work, "run.yaml", "--gpu=h1000").startswith("--gpu=h1000: expected one of ")
     assert refused(work, "run.yaml", "--gpu_memory=much") == (

@@ -206,12 +206,12 @@ def test_what_no_config_is_ends_at_once(write, text, named):
     assert time.process_time() - start < 20  # without the bounds, hours
 
 
-@pytest.mark.parametrize("path", ["config/smoke.yaml", "smoke.yml", "configs/smoke", "conf/a/b.yaml"])
+@pytest.mark.parametrize(
+    "path", ["config/smoke.yaml", "smoke.yml", "configs/smoke", "conf/a/b.yaml", "smoke.yaml", "configs", "\0/a"]
+)
 def test_trials4_f10_a_file_that_is_not_there_names_those_that_are(path):
-    with pytest.raises(ConfigError, match=r"smoke.yaml|yaml files in") as error:
+    with pytest.raises(ConfigError, match=r"yaml files in \S*configs: .*math_8b.yaml.* smoke.yaml"):
         load(Path(path))
-    if path != "smoke.yml":
-        assert "configs: " in str(error.value) and "math_8b.yaml" in str(error.value)
 
 
 def test_trials4_f10_a_choice_that_is_none_shows_what_the_key_means():
