@@ -222,7 +222,8 @@ def test_a_thousand_calls_at_once(case):
 @pytest.mark.parametrize("function", ["scored_by_length", "scored_by_call"])
 def test_a_rollout_of_several_rows_is_one_sample_in_its_group_and_all_its_tokens_are_trained(case, function):
     """Advantage, loss over tokens and gradient by a loop over rollouts, with transformers. A call that has a reward of
-    its own has the advantage of its number, among the group's other rollouts that came so far."""
+    its own has the advantage of its number, among the group's other rollouts that came so far: so two players in one
+    rollout are trained apart (agents3, 7)."""
     fork = agent("fork", function=f"forking_agent:{function}")
     samples = sample(case, [fork], [("fork", "1+1"), ("fork", "2+2")], num_samples=6)
     assert {len(s.sequences) for s in samples} >= {1, 2, 3}

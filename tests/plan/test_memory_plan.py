@@ -271,7 +271,7 @@ def test_the_recipes_of_transformers_blocks_fit(name, file, num_gpus):
     plan = Plan(cfg, model, model.vocab_size, num_gpus, 79.2 * GIB)
     assert plan.lacking() <= 0
     if name == "Qwen3-30B-A3B":
-        # By hand: of each of 48 layers a rank has 192 and 96 MiB of experts, for which torch pins 256 and 128. Twice.
+        # F7: of each of 48 layers a rank has 192 and 96 MiB of experts, for which torch pins 256 and 128. Twice.
         assert 36 * GIB <= plan.host()["moments"] <= 38 * GIB
 
 
