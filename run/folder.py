@@ -22,9 +22,9 @@ from base.system.disk import describe_os_error, write_whole
 from base.system.exits import host_name
 from base.system.files import parse_json, read_bytes
 from base.system.ranks import Ranks, gather, on_rank0
+from base.system.users_code import ROOT
 from config import Config, ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 SHARED_DISK_SECONDS = 30.0  # so long an NFS client may believe its cache of a folder
 RECORDED_PREFIXES = ("OMP_", "CUDA_", "NCCL_", "VLLM_")  # of environment variables
 

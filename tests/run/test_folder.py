@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from one_process import run_in_this_process
@@ -203,6 +204,16 @@ def test_provenance_repeats_the_program(tmp_path, monkeypatch):
     assert (first["world_size"], second["world_size"]) == (2, 4)
     assert (tmp_path / first["changes"]).read_text() == "--- a\n+++ b\n"
     assert second["changes"] is None and first["packages"]["numpy"] and first["gpus"] == []
+
+
+def test_the_commit_is_that_of_the_program(tmp_path, monkeypatch):
+    """From whatever folder it is started. In an export of the program, which is no checkout, it is unknown."""
+    root = Path(__file__).resolve().parents[2]
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    monkeypatch.chdir(tmp_path)
+    run_folder.write_provenance(tmp_path, Config(), 1)
+    (part,) = json.loads((tmp_path / "provenance.json").read_text())
+    assert part["commit"] == (shown.stdout.strip() if shown.returncode == 0 else "unknown")
 
 
 @pytest.mark.slow
