@@ -194,11 +194,17 @@ def _translated(system: str, name: str, table: Mapping[str, Any], written: Value
         row = table["keys"][rows[key]]
         meaning = _meaning(key, row, values, translation, table)
         ours |= meaning.keys
-        if key not in read or (_is_whole(written) and _has_default(key, read[key], table)):
-            _report_default(report, key, values[key], row, meaning, NAMES[system])
+        line = f"{key}={text_of(values[key])}"
+        is_default = key not in read or (_is_whole(written) and _has_default(key, read[key], table))
+        if is_default:
+            line += f", {NAMES[system]}'s default"
         else:
             asked |= meaning.keys.keys()
-            _report_written(report, key, values[key], row, meaning)
+        line += f": {meaning.text}"
+        if meaning.heading == REFUSED:
+            report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
+        elif meaning.heading == NONE or not is_default:  # a default that is here is not named
+            report.add(meaning.heading, line)
         if key not in read and "before" in row and meaning.heading != SAME:
             report.add(OLDER, f"{key}={text_of(values[key])}: {row['before']}")
     for key, why in translation.refused.items():
@@ -232,26 +238,6 @@ def _read_values(system: str, name: str, table: Mapping[str, Any], written: Valu
             raise ConfigError(f"{name}: {problem}: {table['way_out']}, or add {key}=VALUE to this command")
         read[key] = _typed(key, value, row, name)
     return read
-
-
-def _report_written(report: Report, key: str, value: Any, row: Mapping[str, Any], meaning: Meaning) -> None:
-    """A key that they write."""
-    line = f"{key}={text_of(value)}: {meaning.text}"
-    if meaning.heading == REFUSED:
-        report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
-    else:
-        report.add(meaning.heading, line)
-
-
-def _report_default(
-    report: Report, key: str, value: Any, row: Mapping[str, Any], meaning: Meaning, system_name: str
-) -> None:
-    """A key that they leave out, or that a whole config has with its default: named if the default is not here."""
-    line = f"{key}={text_of(value)}, {system_name}'s default: {meaning.text}"
-    if meaning.heading == REFUSED:
-        report.refused.append(f"{line}; to convert without it, add {key}={_off(row)}")
-    if meaning.heading == NONE:
-        report.add(NONE, line)
 
 
 def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: Report) -> Values:
