@@ -131,7 +131,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
     messages = read_messages(given)
     answer = _first(raw, output_keys)
     has_reply = messages[-1]["role"] == "assistant"
-    if cfg.output_key and not has_reply and not _has(raw, cfg.output_key):
+    if cfg.output_key and not has_reply and not _under(raw, cfg.output_key):
         raise no_key(raw, "output_key", output_keys)
     if has_reply:
         if answer is not None or messages[-1].get("tool_calls"):
@@ -165,27 +165,19 @@ def split_prompt(name: str) -> tuple[str, str]:
 def _first(raw: dict, keys: Sequence[str]) -> Json:
     """The value of the first key that has one, else None."""
     for key in keys:
-        value = _under(raw, key)
-        if value is not None:
-            return value
+        for value in _under(raw, key):
+            if value is not None:
+                return value
     return None
 
 
-def _has(raw: Json, key: str) -> bool:
-    """Whether there is a raw["a.b"], or a raw["a"]["b"]; it may be null."""
+def _under(raw: Json, key: str) -> list[Json]:
+    """The value of raw["a.b"], else of raw["a"]["b"], which may be null; [] where there is none."""
     if not isinstance(raw, dict):
-        return False
-    if key in raw or "." not in key:
-        return key in raw
-    first, _, rest = key.partition(".")
-    return _has(raw.get(first), rest)
-
-
-def _under(raw: Json, key: str) -> Json:
-    """raw["a.b"], else raw["a"]["b"]; None where there is nothing."""
-    if not isinstance(raw, dict):
-        return None
-    if key in raw or "." not in key:
-        return raw.get(key)
-    first, _, rest = key.partition(".")
+        return []
+    if key in raw:
+        return [raw[key]]
+    first, dot, rest = key.partition(".")
+    if not dot:
+        return []
     return _under(raw.get(first), rest)
