@@ -328,7 +328,8 @@ class VLLMEngine:
         if arrived != self.param_names:
             missing = sorted(self.param_names - arrived)
             unknown = sorted(arrived - self.param_names)
-            raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}")
+            fix = "mend the family's names for vLLM in base/hf/families.py"
+            raise StopRun(f"weight sync: not sent: {missing[:5]}; unknown to the engine: {unknown[:5]}: {fix}")
         if self.rebuilds_cache or not self.versions_by_request:
             self._forget_cache()
         self._begin_version(version)
