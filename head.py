@@ -36,10 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from config import ConfigError, LossConfig
-from kernels import linear_logp
-from kernels.backend import KernelBackend
-from kernels.chunks import logit_chunks, write_gradients
-from kernels.filter import SamplingFilter
+from kernels.chunks import LogitOptions, logit_chunks, write_gradients
+from kernels.logp import linear_logp
 from kernels.matmul import wide_dtype
 from loss import Max, Metrics, policy_loss
 
@@ -87,22 +85,10 @@ class LossOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """What a run computes from the logits, and how: constants of the run. temperature, vocab and sampling_filter match
-    the sampler.
+class HeadOptions(LogitOptions):
+    """What a run computes from the logits, and how: constants of the run. loss: what is made of the
+    log-probabilities."""
 
-    vocab: the tokenizer's number of ids; later rows of the weight are padding. None: all rows are ids.
-    sampling_filter: the softmax is over the logits that it keeps; None keeps all.
-    backend: None is Triton on CUDA, PyTorch elsewhere.
-    softcap: the cap of the model's logits; None: it has none.
-    loss: what is made of the log-probabilities.
-    """
-
-    temperature: float = 1.0
-    vocab: int | None = None
-    sampling_filter: SamplingFilter | None = None
-    backend: KernelBackend | None = None
-    softcap: float | None = None
     loss: LossOptions = LossOptions()
 
     @property
@@ -131,32 +117,7 @@ def response_logps(
 ) -> tuple[Tensor, ...]:
     """(logp_R, entropy_R) of the target tokens under the model, a `model.Decoder`, float32, in nats. inputs:
     `MicroBatch.model_inputs`. With top_k also (logp_RJ, ids_RJ), of the ids that are likeliest under the model."""
-    return model(*inputs, partial(head_logps, target_R=target_R, options=options, top_k=top_k))
-
-
-def head_logps(
-    hidden_RD: Tensor,
-    weight_VD: Tensor,
-    target_R: Tensor,
-    options: HeadOptions,
-    *,
-    ids_RJ: Tensor | None = None,
-    top_k: int | None = None,
-) -> tuple[Tensor, ...]:
-    """(logp_R, entropy_R) of kernels.linear_logp. With ids_RJ or top_k also (logp_RJ, ids_RJ)."""
-    return linear_logp(
-        hidden_RD,
-        weight_VD,
-        target_R,
-        vocab=options.vocab,
-        temperature=options.temperature,
-        return_entropy=True,
-        backend=options.backend,
-        sampling_filter=options.sampling_filter,
-        softcap=options.softcap,
-        ids_TJ=ids_RJ,
-        top_k=top_k,
-    )
+    return model(*inputs, partial(linear_logp, target_T=target_R, options=options, top_k=top_k))
 
 
 # ---------------------------------------------------------------------------------------------------------- the loss
@@ -191,12 +152,12 @@ def linear_loss(
         assert not needs_both and ids_RJ is None, options
         return _OnePass.apply(hidden_RD, weight_VD, target_R.contiguous(), num_grad_rows, loss_of, options)
     if ids_RJ is None:
-        logp_R, entropy_R = head_logps(hidden_RD, weight_VD, target_R, options)
+        logp_R, entropy_R = linear_logp(hidden_RD, weight_VD, target_R, options)
     else:
-        logp_R, entropy_R, logp_RJ, _ = head_logps(hidden_RD, weight_VD, target_R, options, ids_RJ=ids_RJ)
+        logp_R, entropy_R, logp_RJ, _ = linear_logp(hidden_RD, weight_VD, target_R, options, ids_TJ=ids_RJ)
         loss_of = partial(loss_of, logp_RJ=logp_RJ)
     if needs_both:
-        unfiltered_logp_R, _ = head_logps(hidden_RD, weight_VD, target_R, options.unfiltered)
+        unfiltered_logp_R, _ = linear_logp(hidden_RD, weight_VD, target_R, options.unfiltered)
         loss_of = partial(loss_of, unfiltered_logp_R=unfiltered_logp_R)
     loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=True)
     metrics[DEVIATION] = Max(loss.new_zeros(()))
@@ -225,18 +186,8 @@ class _OnePass(torch.autograd.Function):
         used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
 
         rest = slice(num_grad_rows, None)
-        stats_KR[0, rest], stats_KR[1, rest] = head_logps(hidden_RD[rest], weight_VD, target_R[rest], options)
-        chunks = logit_chunks(
-            hidden_RD[:num_grad_rows],
-            weight_VD,
-            target_R[:num_grad_rows],
-            options.vocab,
-            options.temperature,
-            options.backend,
-            options.sampling_filter,
-            options.softcap,
-        )
-        for chunk in chunks:
+        stats_KR[0, rest], stats_KR[1, rest] = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], options)
+        for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R[:num_grad_rows], options):
             rows = chunk.rows
             stats_KR[:, rows] = chunk.logp_and_entropy()
             known = derivatives(loss_of, stats_KR, with_metrics=False)

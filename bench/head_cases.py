@@ -15,8 +15,9 @@ from torch import Tensor
 from bench import peers
 from config import LossConfig
 from head import HeadOptions, LossOptions, LossPath, PolicyLoss, linear_loss
-from kernels import linear_logp
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
+from kernels.logp import linear_logp
 from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss
 
@@ -132,8 +133,7 @@ def scored(backend: KernelBackend) -> Callable:
     """`linear_logp`, with the entropy that comes free, under the PPO loss."""
 
     def forward(x: Inputs):
-        options = {"vocab": x.vocab, "return_entropy": True, "backend": backend}
-        logp_N, _ = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, **options)
+        logp_N, _ = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, LogitOptions(vocab=x.vocab, backend=backend))
         return peers.ppo_loss(logp_N, x), logp_N
 
     return forward

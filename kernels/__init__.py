@@ -1,18 +1,11 @@
 """The output layer without logits of all rows in memory, in Triton or PyTorch: tensors only.
 
-    linear_logp   log-probabilities and entropies, differentiable: the interface of this package
+    logp.linear_logp   log-probabilities and entropies, differentiable: the interface of this package
 
 logp.py has the mathematics, reference.py the same in four lines and with all logits, chunks.py a chunk of logits and
 what is computed from it, row_kernels.py Triton's kernels.
 
 In examples/naive.py this is `logp_GTV = decode(w, config, token_GT)[:, :-1].log_softmax(-1)`.
+
+Imports no torch: --check, which has none, imports kernels.sizes.
 """
-
-from importlib import import_module
-
-
-def __getattr__(name: str):
-    """`kernels.linear_logp`, imported at its first use: --check imports kernels.sizes, and has no torch."""
-    if name == "linear_logp":
-        return import_module("kernels.logp").linear_logp
-    raise AttributeError(f"module 'kernels' has no attribute {name!r}")

@@ -7,8 +7,7 @@ logits of all rows at once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,59 +18,77 @@ from kernels.filter import SamplingFilter, mark_cut_targets_
 from kernels.matmul import mm_float32, wide_dtype
 
 
-class LogitChunk(Protocol):
+@dataclass(frozen=True, slots=True)
+class LogitOptions:
+    """What a run's logits are, beside the weights; temperature, vocab and sampling_filter match the sampler.
+
+    temperature: > 0, divides the logits.
+    vocab: the tokenizer's number of ids; None: all rows of the weight are ids. Rows from vocab on are padding.
+    sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target. None: of all.
+    backend: None is Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
+    softcap: the largest that a logit can be; None: no cap.
+    """
+
+    temperature: float = 1.0
+    vocab: int | None = None
+    sampling_filter: SamplingFilter | None = None
+    backend: KernelBackend | None = None
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class LogitChunk:
     """The logits of some rows. Each method overwrites what the one before it has left in the buffer."""
 
     rows: slice
     logits_CV: Tensor  # of the vocabulary's columns or more, until the first method overwrites them
     target_C: Tensor
+    options: LogitOptions  # with a vocab
+    dtype: torch.dtype  # of dz
 
     def logp_and_entropy(self) -> Tensor:
         """[2, C] in nats, in the logits' dtype; logp is -inf where a filter cut the target."""
+        raise NotImplementedError
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         """dz_CV in the inputs' dtype, after this chunk's own `logp_and_entropy`: with statistics of another matmul,
         1 - p of a near-certain token would be rounding error. g_C, h_C: derivatives of the loss in logp and entropy;
         None: 0."""
+        raise NotImplementedError
 
 
 @dataclass(slots=True)
-class TorchChunk:
-    """The buffer holds logits of the vocabulary, then logits less the largest of their row, then dz, in float32 or
-    float64. A second buffer holds exp."""
+class TorchChunk(LogitChunk):
+    """The buffer holds logits of the vocabulary, then logits less the largest of their row, then z, then dz, in float32
+    or float64. A second buffer holds exp."""
 
-    rows: slice
-    logits_CV: Tensor
-    target_C: Tensor
-    vocab: int
-    temperature: float
-    softcap: float | None
-    dtype: torch.dtype  # of dz
     max_C: Tensor = field(init=False)  # m, the largest of the row
     shifted_CV: Tensor = field(init=False)  # logit - m
     sum_C: Tensor = field(init=False)  # of exp((logit - m) / temperature): exact, however large logits are
     entropy_C: Tensor = field(init=False)
 
     def logp_and_entropy(self) -> Tensor:
+        temperature = self.options.temperature
         self.max_C = self.logits_CV.amax(1)
         self.shifted_CV = self.logits_CV.sub_(self.max_C[:, None])
-        exp_CV = self.shifted_CV.div(self.temperature).exp_()
+        exp_CV = self.shifted_CV.div(temperature).exp_()
         self.sum_C = exp_CV.sum(1)
         target_logit_C = self.shifted_CV.gather(1, self.target_C[:, None])[:, 0]
-        logp_C = target_logit_C / self.temperature - self.sum_C.log()
+        logp_C = target_logit_C / temperature - self.sum_C.log()
         weighted_C = exp_CV.mul_(self.shifted_CV).sum(1)
-        self.entropy_C = self.sum_C.log() - weighted_C / (self.sum_C * self.temperature)
+        self.entropy_C = self.sum_C.log() - weighted_C / (self.sum_C * temperature)
         mark_cut_targets_(logp_C)
         return torch.stack([logp_C, self.entropy_C])
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
+        temperature, softcap = self.options.temperature, self.options.softcap
+        if softcap is not None:
+            tanh_CV = (self.shifted_CV + self.max_C[:, None]).div_(softcap).clamp_(min=-1)  # of a cut logit -1
+            slope_of_cap_CV = tanh_CV.square_().neg_().add_(1)
         z_CV = self.shifted_CV
-        if self.softcap is not None:
-            tanh_CV = (z_CV + self.max_C[:, None]).div_(self.softcap).clamp_(min=-1)  # of a cut logit -1
-            slope_CV = tanh_CV.square_().neg_().add_(1)
-        if self.temperature != 1:
-            z_CV = z_CV.div_(self.temperature)
-        scale_C = 1 / (self.sum_C * self.temperature)
+        if temperature != 1:
+            z_CV = z_CV.div_(temperature)
+        scale_C = 1 / (self.sum_C * temperature)
         if h_C is None:  # -p g
             dz_CV = z_CV.exp_().mul_((-g_C * scale_C)[:, None])
         else:  # -p (g + h (log p + H)), with log p = z - log of the sum
@@ -79,29 +96,23 @@ class TorchChunk:
             offset_C = g_C + h_C * (self.entropy_C - self.sum_C.log())
             dz_CV = z_CV.mul_((-h_C * scale_C)[:, None]).sub_((offset_C * scale_C)[:, None]).mul_(exp_CV)
         row_C = torch.arange(len(dz_CV), device=dz_CV.device)
-        dz_CV[row_C, self.target_C] += g_C / self.temperature
-        if self.softcap is not None:
-            dz_CV.mul_(slope_CV)
+        dz_CV[row_C, self.target_C] += g_C / temperature
+        if softcap is not None:
+            dz_CV.mul_(slope_of_cap_CV)
         return dz_CV.to(self.dtype)
 
 
-def logit_chunks(
-    hidden_RD: Tensor,
-    weight_VD: Tensor,
-    target_R: Tensor,
-    vocab: int | None = None,
-    temperature: float = 1.0,
-    backend: KernelBackend | None = None,
-    sampling_filter: SamplingFilter | None = None,
-    softcap: float | None = None,
-) -> Iterator[LogitChunk]:
-    """The logits hidden_RD @ weight_VD.T in chunks of rows, capped, then cut by sampling_filter, in one buffer for all
-    chunks. The options are those of `linear_logp`."""
+def logit_chunks(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options: LogitOptions) -> Iterator[LogitChunk]:
+    """The logits hidden_RD @ weight_VD.T in chunks of rows, capped, then cut by the sampling_filter, in one buffer for
+    all chunks."""
     num_rows, device_type = len(hidden_RD), hidden_RD.device.type
+    backend = options.backend or choose_backend("auto", device_type)
     if hidden_RD.dtype == torch.float64:
         backend = KernelBackend("torch")
-    backend = backend or choose_backend("auto", device_type)
-    vocab = len(weight_VD) if vocab is None else vocab
+    vocab = options.vocab
+    if vocab is None:
+        vocab = len(weight_VD)
+        options = replace(options, vocab=vocab)
     assert 0 < vocab <= len(weight_VD), (vocab, weight_VD.shape)
     torch._assert_async(((target_R >= 0) & (target_R < vocab)).all(), "a target is outside the vocabulary")
     most_rows = max(num_rows, backend.pack_rows)  # so that the memory which a pack leaves is what the next one asks for
@@ -110,22 +121,22 @@ def logit_chunks(
 
         row_stride = sizes.row_stride(len(weight_VD))
         chunk_rows = sizes.triton_rows(most_rows, row_stride, backend.chunk_rows)
-        make_chunk = TritonChunk
+        chunk_class = TritonChunk
     else:
         weight_VD = weight_VD[:vocab]
         row_stride = vocab
         chunk_rows = sizes.torch_rows(vocab, device_type)
-        make_chunk = TorchChunk
+        chunk_class = TorchChunk
     buffer_CV = hidden_RD.new_empty(min(chunk_rows, most_rows), row_stride, dtype=wide_dtype(hidden_RD))
     for start in range(0, num_rows, chunk_rows):
         rows = slice(start, min(start + chunk_rows, num_rows))
         logits_CV = buffer_CV[: rows.stop - start, : len(weight_VD)]
         mm_float32(hidden_RD[rows], weight_VD.T, out=logits_CV)
-        if softcap is not None:
-            logits_CV.div_(softcap).tanh_().mul_(softcap)
-        if sampling_filter:
-            sampling_filter.cut_(logits_CV[:, :vocab], temperature)
-        yield make_chunk(rows, logits_CV, target_R[rows], vocab, temperature, softcap, hidden_RD.dtype)
+        if options.softcap is not None:
+            logits_CV.div_(options.softcap).tanh_().mul_(options.softcap)
+        if options.sampling_filter:
+            options.sampling_filter.cut_(logits_CV[:, :vocab], options.temperature)
+        yield chunk_class(rows, logits_CV, target_R[rows], options, hidden_RD.dtype)
 
 
 def write_gradients(

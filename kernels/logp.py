@@ -19,28 +19,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.backend import KernelBackend
-from kernels.chunks import logit_chunks, write_gradients
-from kernels.filter import SamplingFilter
+from kernels.chunks import LogitOptions, logit_chunks, write_gradients
 from kernels.matmul import wide_dtype
 
 
 class _LinearLogp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, ids_TJ, finds_ids, *options):
+    def forward(ctx, hidden_TD, weight_VD, target_T, options, ids_TJ, finds_ids):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, ids_TJ)
-        ctx.options = options  # of `logit_chunks`
-        vocab, temperature, *_ = options
+        ctx.options = options
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
         stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
         difference_TJ = None if ids_TJ is None else stats_KT.new_empty(ids_TJ.shape)
-        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, options):
             rows = chunk.rows
             if finds_ids:
-                ids_TJ[rows] = chunk.logits_CV[:, :vocab].topk(ids_TJ.shape[1], 1).indices
+                ids_TJ[rows] = chunk.logits_CV[:, : options.vocab].topk(ids_TJ.shape[1], 1).indices
             if ids_TJ is not None:
                 target_logit_C1 = chunk.logits_CV.gather(1, chunk.target_C[:, None])
-                difference_TJ[rows] = (chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1) / temperature
+                difference_CJ = chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1
+                difference_TJ[rows] = difference_CJ / options.temperature
             stats_KT[:, rows] = chunk.logp_and_entropy()
         return stats_KT[0], stats_KT[1], difference_TJ
 
@@ -48,58 +46,56 @@ class _LinearLogp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logp_T, grad_entropy_T, grad_difference_TJ):
         hidden_TD, weight_VD, target_T, ids_TJ = ctx.saved_tensors
-        _, temperature, _, _, softcap = ctx.options
+        options = ctx.options
         wide = wide_dtype(weight_VD)
         if grad_logp_T is None:
             grad_logp_T = hidden_TD.new_zeros(len(hidden_TD), dtype=wide)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden_TD = hidden_TD.new_empty(hidden_TD.shape) if need_hidden else None
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if need_weight else None
-        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, *ctx.options):
+        for chunk in logit_chunks(hidden_TD, weight_VD, target_T, options):
             rows = chunk.rows
             if grad_difference_TJ is not None:
-                places_CJ = torch.cat([chunk.target_C[:, None], ids_TJ[rows]], 1)
-                g_CJ = grad_difference_TJ[rows]
-                added_CJ = torch.cat([-g_CJ.sum(1, keepdim=True), g_CJ], 1) / temperature
-                if softcap is not None:
-                    added_CJ *= 1 - (chunk.logits_CV.gather(1, places_CJ) / softcap).square()
+                ids_CJ = ids_TJ[rows]
+                target_C1 = chunk.target_C[:, None]
+                dlogit_CJ = grad_difference_TJ[rows] / options.temperature
+                dlogit_of_target_C1 = -grad_difference_TJ[rows].sum(1, keepdim=True) / options.temperature
+                if options.softcap is not None:
+                    dlogit_CJ *= _slope_of_cap(chunk.logits_CV.gather(1, ids_CJ), options.softcap)
+                    dlogit_of_target_C1 *= _slope_of_cap(chunk.logits_CV.gather(1, target_C1), options.softcap)
             chunk.logp_and_entropy()
             g_C = grad_logp_T[rows]
             h_C = None if grad_entropy_T is None else grad_entropy_T[rows]
             dz_CV = chunk.dlogits(g_C, h_C)
             if grad_difference_TJ is not None:
-                for part in (slice(0, 1), slice(1, None)):  # the target may be among the ids: sums have one order
-                    dz_CV.scatter_add_(1, places_CJ[:, part], added_CJ[:, part].to(dz_CV.dtype))
+                # The target may be among the ids: in two calls, the sum has one order.
+                dz_CV.scatter_add_(1, target_C1, dlogit_of_target_C1.to(dz_CV.dtype))
+                dz_CV.scatter_add_(1, ids_CJ, dlogit_CJ.to(dz_CV.dtype))
             write_gradients(dz_CV, rows, hidden_TD, weight_VD, grad_hidden_TD, grad_weight_VD, accumulate=True)
             del chunk, dz_CV  # frees the buffer before dW is cast
         if need_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        none_of_options = [None for _ in ctx.options]
-        return grad_hidden_TD, grad_weight_VD, None, None, None, *none_of_options
+        return grad_hidden_TD, grad_weight_VD, None, None, None, None
+
+
+def _slope_of_cap(capped: Tensor, softcap: float) -> Tensor:
+    return 1 - (capped / softcap).square()
 
 
 def linear_logp(
     hidden_TD: Tensor,
     weight_VD: Tensor,
     target_T: Tensor,
+    options: LogitOptions,
     *,
-    vocab: int | None = None,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    backend: KernelBackend | None = None,
-    sampling_filter: SamplingFilter | None = None,
-    softcap: float | None = None,
     ids_TJ: Tensor | None = None,
     top_k: int | None = None,
-) -> Tensor | tuple[Tensor, ...]:
-    """log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T: logp_T or (logp_T, entropy_T), in nats.
+) -> tuple[Tensor, ...]:
+    """(logp_T, entropy_T), in nats: log softmax(hidden_TD @ weight_VD[:vocab].T / temperature) at target_T, and the
+    entropy of that distribution.
 
-    hidden_TD, weight_VD: one floating dtype and device, any strides.
-    vocab: the tokenizer's number of ids; None = V. Rows from vocab on (padding) have gradients of exactly 0.
+    hidden_TD, weight_VD: one floating dtype and device, any strides. Rows of padding have gradients of exactly 0.
     target_T: int64 ids in [0, vocab); another id is an error (a device assert on CUDA). T = 0 is allowed.
-    backend: None = Triton on CUDA, PyTorch elsewhere; float64 always goes to PyTorch.
-    sampling_filter: the softmax is over the logits that it keeps; logp is -inf where it cuts the target.
-    softcap: the largest that a logit can be; None: no cap.
     ids_TJ: more int64 ids of each row, different ones; or top_k: its likeliest, likeliest first. The result is then
     (logp_T, entropy_T, logp_TJ, ids_TJ). Not with a sampling_filter.
     Outputs are float32 (float64 for float64 inputs), differentiable once in hidden_TD and weight_VD.
@@ -108,14 +104,12 @@ def linear_logp(
     shapes = (hidden_TD.shape, weight_VD.shape, target_T.shape)
     assert hidden_TD.dim() == weight_VD.dim() == 2 and target_T.shape == hidden_TD.shape[:1], shapes
     assert hidden_TD.shape[1] == weight_VD.shape[1], shapes
-    assert hidden_TD.dtype == weight_VD.dtype and temperature > 0, (hidden_TD.dtype, weight_VD.dtype, temperature)
+    assert hidden_TD.dtype == weight_VD.dtype and options.temperature > 0, (hidden_TD.dtype, weight_VD.dtype, options)
     if top_k is not None:
-        ids_TJ = target_T.new_empty(len(target_T), min(top_k, vocab or len(weight_VD)))
-    assert ids_TJ is None or sampling_filter is None, sampling_filter
-    inputs = (hidden_TD, weight_VD, target_T.contiguous(), ids_TJ, top_k is not None)
-    logp_T, entropy_T, difference_TJ = _LinearLogp.apply(*inputs, vocab, temperature, backend, sampling_filter, softcap)
-    if ids_TJ is not None:
-        return logp_T, entropy_T, logp_T[:, None] + difference_TJ, ids_TJ
-    if return_entropy:
+        ids_TJ = target_T.new_empty(len(target_T), min(top_k, options.vocab or len(weight_VD)))
+    assert ids_TJ is None or options.sampling_filter is None, options
+    inputs = (hidden_TD, weight_VD, target_T.contiguous(), options, ids_TJ, top_k is not None)
+    logp_T, entropy_T, difference_TJ = _LinearLogp.apply(*inputs)
+    if ids_TJ is None:
         return logp_T, entropy_T
-    return logp_T
+    return logp_T, entropy_T, logp_T[:, None] + difference_TJ, ids_TJ

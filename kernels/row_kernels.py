@@ -19,11 +19,11 @@ multiple of 16 (kernels/sizes.py): the kernels load and store whole rows, 16 byt
 import math
 from dataclasses import dataclass, field
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.chunks import LogitChunk, LogitOptions
 from kernels.filter import CUT, mark_cut_targets_
 
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
@@ -31,13 +31,20 @@ CUT_LOGIT = tl.constexpr(CUT)
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
-def row_stats(logits_CV: Tensor, target_C: Tensor, vocab: int, temperature: float) -> Tensor:
+def row_stats(logits_CV: Tensor, target_C: Tensor, options: LogitOptions) -> Tensor:
     """[4, C], of each row: logp, entropy, its largest logit m, and log2 of sum exp((logit - m) / temperature): exact,
     however large logits are. logits_CV: float32, rows of a multiple of 16 elements in memory."""
     num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
     stats_KC = logits_CV.new_empty(4, num_rows)
     row_stats_kernel[(num_rows,)](
-        logits_CV, target_C, stats_KC, num_rows, vocab, row_stride, 1 / temperature, **launch_options(row_stride)
+        logits_CV,
+        target_C,
+        stats_KC,
+        num_rows,
+        options.vocab,
+        row_stride,
+        1 / options.temperature,
+        **launch_options(row_stride),
     )
     return stats_KC
 
@@ -49,29 +56,28 @@ def write_dlogits(
     stats_KC: Tensor,
     g_C: Tensor,
     h_C: Tensor | None,
-    vocab: int,
-    temperature: float,
-    softcap: float | None,
+    options: LogitOptions,
 ) -> None:
     """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_KC: of
     `row_stats` on these logits. g_C, h_C: derivatives of the loss in logp and entropy; None: 0."""
     num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
     has_entropy = h_C is not None
-    h_or_any_C = h_C if has_entropy else g_C  # the kernel does not read it without ENTROPY
+    h_or_g_C = h_C if has_entropy else g_C  # the kernel does not read it without ENTROPY
+    has_cap = options.softcap is not None
     dlogits_kernel[(num_rows,)](
         logits_CV,
         dlogits_CV,
         target_C,
         stats_KC,
         g_C.contiguous(),
-        h_or_any_C.contiguous(),
+        h_or_g_C.contiguous(),
         num_rows,
-        vocab,
+        options.vocab,
         row_stride,
-        1 / temperature,
-        1.0 if softcap is None else 1 / softcap,
+        1 / options.temperature,
+        1 / options.softcap if has_cap else 1.0,
         ENTROPY=has_entropy,
-        CAPPED=softcap is not None,
+        CAPPED=has_cap,
         **launch_options(row_stride),
     )
 
@@ -83,28 +89,20 @@ def launch_options(row_stride: int) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class TritonChunk:
+class TritonChunk(LogitChunk):
     """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
 
-    rows: slice
-    logits_CV: Tensor
-    target_C: Tensor
-    vocab: int
-    temperature: float
-    softcap: float | None
-    dtype: torch.dtype  # of dz
     stats_KC: Tensor = field(init=False)  # of `row_stats`
 
     def logp_and_entropy(self) -> Tensor:
-        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.vocab, self.temperature)
+        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.options)
         mark_cut_targets_(self.stats_KC[0])
         return self.stats_KC[:2]
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         num_columns = self.logits_CV.shape[1]
         dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
-        options = (self.vocab, self.temperature, self.softcap)
-        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, *options)
+        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, self.options)
         return dlogits_CV
 
 
@@ -128,6 +126,7 @@ def row_stats_kernel(logits_ptr, target_ptr, stats_ptr, num_rows, vocab, row_str
         rise = (before - largest) * (scale * LOG2_E)
         log2_z = (logit - largest) * (scale * LOG2_E)
         exp = tl.exp2(log2_z)
+        # Both sums move from the old maximum to the new one.
         weighted = tl.exp2(rise) * (weighted + rise * total) + tl.sum(exp * log2_z, 0)
         total = tl.exp2(rise) * total + tl.sum(exp, 0)
     log2_sum = tl.log2(total)

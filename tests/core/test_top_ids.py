@@ -15,8 +15,9 @@ from tiny import VOCAB_SIZE, make_tiny
 from base.system.ranks import start_process_group
 from config import LossConfig, SequencePackingConfig
 from head import HeadOptions, LossOptions, choose_loss_path, linear_loss
-from kernels import linear_logp
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
+from kernels.logp import linear_logp
 from loss import policy_loss
 from model import Teacher, load_policy
 
@@ -59,13 +60,13 @@ def test_log_probabilities_at_the_likeliest_ids_and_their_gradients(backend, dty
     target_R = torch.randint(37, (35,), generator=generator).to(DEVICE)
     slope_RJ = torch.randn(35, 5, generator=generator).to(DEVICE)
     slope_R = torch.randn(35, generator=generator).to(DEVICE)
-    options = {"vocab": 37, "temperature": 0.7, "backend": backend, "softcap": softcap}
+    options = LogitOptions(0.7, 37, backend=backend, softcap=softcap)
     ours = [x.clone().requires_grad_() for x in (hidden_RD, weight_VD)]
     theirs = [x.double().requires_grad_() for x in (hidden_RD, weight_VD)]
     want_RV = oracle(*theirs, 0.7, softcap, 37)
 
-    alone_R, _, alone_RJ, ids_RJ = linear_logp(hidden_RD, weight_VD, target_R, top_k=5, **options)
-    logp_R, entropy_R, logp_RJ, _ = linear_logp(*ours, target_R, ids_TJ=ids_RJ, **options)
+    alone_R, _, alone_RJ, ids_RJ = linear_logp(hidden_RD, weight_VD, target_R, options, top_k=5)
+    logp_R, entropy_R, logp_RJ, _ = linear_logp(*ours, target_R, options, ids_TJ=ids_RJ)
     assert torch.equal(ids_RJ, want_RV.topk(5).indices) and (ids_RJ == target_R[:, None]).any()
     assert torch.equal(alone_RJ, logp_RJ) and torch.equal(alone_R, logp_R)
     assert (logp_RJ - want_RV.gather(1, ids_RJ)).abs().max() <= 1e-5
@@ -87,7 +88,7 @@ def test_the_loss_is_the_kl_with_the_rest_as_one(top_k):
     target_R = torch.randint(30, (20,), generator=generator)
     mask_R = torch.arange(20) % 6 != 5
     teacher_RD = hidden_RD.detach() + 0.5 * torch.randn(20, 8, generator=generator)
-    ref_R, _, ref_RJ, ids_RJ = linear_logp(teacher_RD, weight_VD, target_R, top_k=top_k)
+    ref_R, _, ref_RJ, ids_RJ = linear_logp(teacher_RD, weight_VD, target_R, LogitOptions(), top_k=top_k)
     ref_RJ[~mask_R] = torch.nan
     cfg = LossConfig(**DISTILS | {"topk_logits_k": top_k})
     zero_R = torch.zeros(20, dtype=torch.float64)

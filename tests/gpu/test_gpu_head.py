@@ -8,8 +8,9 @@ import torch
 from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_part, heads, make_inputs, oracle, ours, parts_of
 from config import LossConfig
 from head import HeadOptions, LossOptions, LossPath, linear_loss
-from kernels import linear_logp
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
+from kernels.logp import linear_logp
 from loss import policy_loss
 
 pytestmark = pytest.mark.gpu
@@ -60,14 +61,8 @@ def test_loss_and_gradients_are_those_of_float64(name, case, place, check, relat
 def test_entropy_is_that_of_float64(case, place, check):
     x, exact = case
     with torch.no_grad():
-        _, entropy_N = linear_logp(
-            x.hidden_ND,
-            x.weight_VD,
-            x.target_N,
-            vocab=x.vocab,
-            return_entropy=True,
-            backend=KernelBackend(place.backend),
-        )
+        options = LogitOptions(vocab=x.vocab, backend=KernelBackend(place.backend))
+        _, entropy_N = linear_logp(x.hidden_ND, x.weight_VD, x.target_N, options)
     check(f"entropy, {len(entropy_N)} rows, largest", (entropy_N - exact["entropy"]).abs().max().item(), 1e-3)
 
 

@@ -9,18 +9,18 @@ from count_memory import LiveBytes
 
 from kernels import sizes
 from kernels.backend import KernelBackend
-from kernels.chunks import logit_chunks
+from kernels.chunks import LogitOptions, logit_chunks
 
 
 @pytest.mark.parametrize(("pack_rows", "same"), [(8192, True), (0, False)])
 def test_packs_of_any_size_ask_for_one_buffer(pack_rows, same):
     """Of the logits: memory that one pack leaves serves the next one."""
-    backend = KernelBackend("triton", None, pack_rows)
+    options = LogitOptions(vocab=151665, backend=KernelBackend("triton", None, pack_rows))
     weight_VD = torch.empty(151936, 8, device="meta", dtype=torch.bfloat16)
     asked = []
     for num_rows in (90, 4097, 5000, 8192):
         hidden_RD, target_R = weight_VD.new_empty(num_rows, 8), torch.empty(num_rows, device="meta", dtype=torch.int64)
-        chunks = list(logit_chunks(hidden_RD, weight_VD, target_R, 151665, 1.0, backend))
+        chunks = list(logit_chunks(hidden_RD, weight_VD, target_R, options))
         assert [chunk.rows.start for chunk in chunks[1:]] + [num_rows] == [chunk.rows.stop for chunk in chunks]
         asked.append({chunk.logits_CV.untyped_storage().nbytes() for chunk in chunks})
     assert (asked == 4 * [{4096 * 151936 * 4}]) == same

@@ -1,4 +1,4 @@
-"""kernels.linear_logp: both backends against float64 logits and Python floats.
+"""kernels.logp.linear_logp: both backends against float64 logits and Python floats.
 
 Without a GPU, Triton's kernels run in its interpreter on CPU tensors (conftest.py); with one, all of this runs there.
 """
@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from base.system.ranks import start_process_group
-from kernels import linear_logp
 from kernels.backend import KernelBackend, choose_backend
-from kernels.chunks import logit_chunks
+from kernels.chunks import LogitOptions, logit_chunks
+from kernels.logp import linear_logp
 from kernels.matmul import bfloat16_factors, mm_float32
 from kernels.reference import reference_logp
 from kernels.sizes import TORCH_CHUNK_ELEMENTS
@@ -42,7 +42,7 @@ def run(function, hidden_TD, weight_VD, target_T, temperature=1.0, entropy_coef=
 
 
 def ours(backend):
-    return lambda x, w, y, tau: linear_logp(x, w, y, temperature=tau, return_entropy=True, backend=backend)
+    return lambda x, w, y, tau: linear_logp(x, w, y, LogitOptions(temperature=tau, backend=backend))
 
 
 def oracle(hidden_TD, weight_VD, target_T, temperature=1.0):
@@ -98,7 +98,7 @@ def test_gradients_equal_finite_differences(monkeypatch):
     for function in (
         lambda x, w: ours(TORCH)(x, w, target_T, 1.0),
         lambda x, w: ours(TORCH)(x, w, target_T, 0.7),
-        lambda x, w: linear_logp(x, w, target_T, temperature=0.7),
+        lambda x, w: linear_logp(x, w, target_T, LogitOptions(0.7))[0],
         lambda x, w: ours(TORCH)(x, w, target_T, 0.7)[1],  # entropy alone: logp's gradient is absent
     ):
         assert torch.autograd.gradcheck(function, (hidden_TD, weight_VD))
@@ -108,7 +108,8 @@ def test_chunks_stay_within_the_budget(monkeypatch):
     for rows, vocab, budget in [(100, 7, 70), (100, 7, 76), (5, 7, 700), (3, 50, 7), (0, 7, 70)]:
         monkeypatch.setitem(TORCH_CHUNK_ELEMENTS, "cpu", budget)
         matrices = torch.zeros(rows, 3), torch.zeros(vocab, 3)
-        parts = [chunk.rows for chunk in logit_chunks(*matrices, torch.zeros(rows), vocab, 1.0, TORCH)]
+        chunks = logit_chunks(*matrices, torch.zeros(rows), LogitOptions(vocab=vocab, backend=TORCH))
+        parts = [chunk.rows for chunk in chunks]
         assert [t for c in parts for t in range(c.start, c.stop)] == list(range(rows))
         assert all((c.stop - c.start) * vocab <= max(budget, vocab) for c in parts)
 
@@ -217,7 +218,7 @@ def test_only_needed_gradients_are_computed(backend, hidden_grad, weight_grad, m
     weight_VD.requires_grad_(bool(weight_grad))
     want = run(ours(backend), hidden_TD, weight_VD, target_T, entropy_coef=0)
     with FlopCounterMode(display=False) as flops:
-        logp_T = linear_logp(hidden_TD, weight_VD, target_T, backend=backend)
+        logp_T, _ = linear_logp(hidden_TD, weight_VD, target_T, LogitOptions(backend=backend))
         coef_T = torch.randn(20, generator=torch.Generator().manual_seed(9)).to(logp_T)
         if logp_T.requires_grad:
             (logp_T * coef_T).sum().backward()
@@ -231,19 +232,20 @@ def test_only_needed_gradients_are_computed(backend, hidden_grad, weight_grad, m
 @backends
 def test_programming_errors_are_refused(backend):
     hidden_TD, weight_VD, target_T = make_inputs(5)
+    options = LogitOptions(backend=backend)
     for bad in [
         (hidden_TD.bfloat16(), weight_VD, target_T),
         (hidden_TD[:, :-1], weight_VD, target_T),
         (hidden_TD, weight_VD, target_T[:-1]),
     ]:
         with pytest.raises(AssertionError):
-            linear_logp(*bad, backend=backend)
+            linear_logp(*bad, options)
     with pytest.raises(AssertionError):
-        linear_logp(hidden_TD, weight_VD, target_T, temperature=0.0, backend=backend)
+        linear_logp(hidden_TD, weight_VD, target_T, LogitOptions(0.0, backend=backend))
     if DEVICE == "cpu":  # a device assert would be the end of CUDA in this process
         for wrong in (target_T + 37, target_T - 37):
             with pytest.raises((IndexError, RuntimeError)):
-                linear_logp(hidden_TD, weight_VD, wrong, backend=backend)
+                linear_logp(hidden_TD, weight_VD, wrong, options)
 
 
 def test_the_choice():

@@ -17,8 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import LossConfig
 from head import DEVIATION, HeadOptions, LossOptions, LossPath, linear_loss, one_pass_problem
-from kernels import linear_logp, sizes
+from kernels import sizes
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
+from kernels.logp import linear_logp
 from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss
 
@@ -71,7 +73,7 @@ WIDTHS = (torch.float32, torch.bfloat16)
 every_path_and_width = pytest.mark.parametrize(
     "path, dtype", long_but(FEW_WIDTHS, list(itertools.product(PATHS, WIDTHS))), indirect=["path"]
 )
-PASSES = ("one pass", "two passes")  # the second is kernels.linear_logp, which scoring calls too
+PASSES = ("one pass", "two passes")  # the second is kernels.logp.linear_logp, which scoring calls too
 
 
 class Case:
@@ -303,8 +305,7 @@ def test_one_pass_equals_two(path, cfg):
         loss.backward()
         results.append((metrics, (loss.detach(), logp, entropy, hidden.grad, weight.grad)))
     hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
-    options = {"temperature": 0.7, "return_entropy": True, "backend": path.backend}
-    logp, entropy = linear_logp(hidden, weight, case.target, **options)
+    logp, entropy = linear_logp(hidden, weight, case.target, LogitOptions(0.7, backend=path.backend))
     policy_loss(logp, entropy_R=entropy, **case.pack(cfg, dtype=torch.float32))[0].backward()
     (metrics, got), (expected_metrics, expected) = results
     assert expected[3].equal(hidden.grad) and expected[4].equal(weight.grad)

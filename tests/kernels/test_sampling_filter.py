@@ -14,9 +14,11 @@ import torch
 
 from config import LossConfig
 from head import DEVIATION, HeadOptions, LossOptions, LossPath, linear_loss
-from kernels import linear_logp, sizes
+from kernels import sizes
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
 from kernels.filter import SamplingFilter
+from kernels.logp import linear_logp
 from loss import policy_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,8 +90,7 @@ def total(logp_R, entropy_R):
 def test_value_and_gradient_equal_the_loops(backend, ties, top_p, top_k):
     inputs, temperature = make_inputs(ties), 0.7 if ties else 1.0
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
-    options = {"vocab": VOCAB, "temperature": temperature, "return_entropy": True, "backend": backend}
-    got = linear_logp(*inputs, **options, sampling_filter=SamplingFilter(top_p, top_k))
+    got = linear_logp(*inputs, LogitOptions(temperature, VOCAB, SamplingFilter(top_p, top_k), backend))
     want = oracle(*wide, inputs[2], temperature, top_p, top_k)
     cut_R = want[0] == -math.inf
     assert cut_R.any() == (top_k != 500) and not cut_R.all() and got[0].isneginf().equal(cut_R)
@@ -105,8 +106,7 @@ def test_a_filter_sees_capped_logits(backend):
     """And of those that it cuts, no derivative of the cap remains."""
     inputs = make_inputs(ties=False)
     wide = [x.detach().double().requires_grad_() for x in inputs[:2]]
-    options = {"vocab": VOCAB, "temperature": 0.7, "return_entropy": True, "backend": backend}
-    got = linear_logp(*inputs, **options, sampling_filter=SamplingFilter(0.8, 12), softcap=2.0)
+    got = linear_logp(*inputs, LogitOptions(0.7, VOCAB, SamplingFilter(0.8, 12), backend, softcap=2.0))
     want = oracle(*wide, inputs[2], 0.7, 0.8, 12, softcap=2.0)
     assert (want[0] == -math.inf).any()
     torch.testing.assert_close(torch.stack(got).double(), want, atol=2e-6, rtol=0)
@@ -127,15 +127,15 @@ def test_nemo_rls_own_function(case):
     for target in range(vocab):
         logits = torch.tensor(LOGITS, device=DEVICE, requires_grad=True)  # of an identity's rows, the head's input
         identity, target_R = torch.eye(vocab, device=DEVICE), torch.full((num_rows,), target, device=DEVICE)
-        options = {"temperature": temperature, "sampling_filter": SamplingFilter(top_p, top_k)}
-        logp_R = linear_logp(logits, identity, target_R, **options)
+        options = LogitOptions(temperature, sampling_filter=SamplingFilter(top_p, top_k))
+        logp_R, _ = linear_logp(logits, identity, target_R, options)
         found = [None if x == -math.inf else round(x, 5) for x in logp_R.tolist()]
         want = [row[target] for row in expected["logp"]]
         assert [x is None for x in found] == [x is None for x in want]
         assert [x for x in found if x is not None] == pytest.approx([x for x in want if x is not None], abs=2e-5)
     assert len({x is None for row in expected["logp"] for x in row}) == 1 + (case != 2)
     logits = torch.tensor(LOGITS, device=DEVICE).repeat_interleave(vocab, 0).requires_grad_()
-    logp_R = linear_logp(logits, identity, torch.arange(vocab, device=DEVICE).repeat(num_rows), **options)
+    logp_R, _ = linear_logp(logits, identity, torch.arange(vocab, device=DEVICE).repeat(num_rows), options)
     weight_R = torch.arange(1.0, 1 + vocab, device=DEVICE).repeat(num_rows)
     (grad,) = torch.autograd.grad((torch.where(logp_R > -math.inf, logp_R, 0.0) * weight_R).sum(), logits)
     want = torch.tensor(expected["gradient"], device=DEVICE)

@@ -52,9 +52,11 @@ from config import (
     SequencePackingConfig,
 )
 from head import HeadOptions, LossOptions, LossPath, linear_loss
-from kernels import linear_logp, sizes
+from kernels import sizes
 from kernels.backend import KernelBackend
+from kernels.chunks import LogitOptions
 from kernels.filter import SamplingFilter
+from kernels.logp import linear_logp
 from loss import policy_loss
 
 FSDP, VLLM = "policy.dtensor_cfg", "policy.generation.vllm_cfg"
@@ -348,9 +350,9 @@ def test_scoring_with_a_filter_on_cuda(top_p, top_k, monkeypatch):
     )
     hidden_RD, weight_VD = (torch.empty(n, 64, device="meta", dtype=torch.bfloat16) for n in (8192, 151_936))
     target_R = torch.empty(8192, device="meta", dtype=torch.int64)
-    options = {"vocab": 151_665, "temperature": 1.0, "backend": KernelBackend("triton")}
+    options = LogitOptions(1.0, 151_665, SamplingFilter(top_p, top_k), KernelBackend("triton"))
     with LiveBytes() as live:
-        linear_logp(hidden_RD, weight_VD, target_R, sampling_filter=SamplingFilter(top_p, top_k), **options)
+        linear_logp(hidden_RD, weight_VD, target_R, options)
     plan = Plan(cfg, LARGE["8B"], 151_665, 8)
     assert plan.logits(False) == pytest.approx(live.largest, rel=0.02)
     assert plan.logits(False) == plan.logits(True)
