@@ -23,7 +23,7 @@ No token loss is listed here. `choose_loss_path` probes the loss at start, so wh
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
 these functions run there: `model.Decoder.forward` calls a function of (hidden_RD, weight_VD).
 
-Dims, as in grpo.py, but K is the two statistics of a row, logp and entropy. J: the reference's likeliest ids of a row.
+Dims, as in grpo.py. 2: the statistics of a row, logp and entropy. J: the reference's likeliest ids of a row.
 """
 
 from collections.abc import Callable, Iterator
@@ -175,38 +175,34 @@ class _OnePass(torch.autograd.Function):
         if need_hidden:
             grad_hidden_RD = hidden_RD.new_zeros(hidden_RD.shape)
         if need_weight:
-            grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)
-            # Not zeros: the first chunk overwrites the gradients of all ids, and later chunks add to them. Zeros stand
-            # where no chunk writes: in the rows of padding, or in all rows if there is no chunk.
-            num_written = 0
-            if num_grad_rows:
-                num_written = len(weight_VD) if options.vocab is None else options.vocab
-            grad_weight_VD[num_written:] = 0
-        stats_KR = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)
-        used_KR = torch.zeros_like(stats_KR)  # the derivatives that the gradients use
+            grad_weight_VD = weight_VD.new_empty(weight_VD.shape, dtype=wide)  # the first chunk overwrites it
+            if num_grad_rows == 0:  # there is no chunk
+                grad_weight_VD.zero_()
+            if options.vocab is not None:  # no chunk writes the rows of padding
+                grad_weight_VD[options.vocab :] = 0
+        stats_2R = hidden_RD.new_zeros(2, len(hidden_RD), dtype=wide)
+        used_2R = torch.zeros_like(stats_2R)  # the derivatives that the gradients use
 
         rest = slice(num_grad_rows, None)
-        stats_KR[0, rest], stats_KR[1, rest] = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], options)
+        stats_2R[0, rest], stats_2R[1, rest] = linear_logp(hidden_RD[rest], weight_VD, target_R[rest], options)
         for chunk in logit_chunks(hidden_RD[:num_grad_rows], weight_VD, target_R[:num_grad_rows], options):
             rows = chunk.rows
-            stats_KR[:, rows] = chunk.logp_and_entropy()
-            known = derivatives(loss_of, stats_KR, with_metrics=False)
-            used_KR[:, rows] = known.slopes_KR[:, rows]
-            slope_of_logp_C, slope_of_entropy_C = known.slopes_KR[:, rows]
-            dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if known.uses_entropy else None)
+            stats_2R[:, rows] = chunk.logp_and_entropy()
+            so_far = derivatives(loss_of, stats_2R, with_metrics=False)
+            used_2R[:, rows] = so_far.slopes_2R[:, rows]
+            slope_of_logp_C, slope_of_entropy_C = so_far.slopes_2R[:, rows]
+            dz_CV = chunk.dlogits(slope_of_logp_C, slope_of_entropy_C if so_far.uses_entropy else None)
             is_first = rows.start == 0
             write_gradients(dz_CV, rows, hidden_RD, weight_VD, grad_hidden_RD, grad_weight_VD, accumulate=not is_first)
         # Now the statistics of all rows are there: these derivatives are the true ones of each row.
-        true = derivatives(loss_of, stats_KR, with_metrics=True)
+        final = derivatives(loss_of, stats_2R, with_metrics=True)
 
         ctx.save_for_backward(grad_hidden_RD, grad_weight_VD)
         ctx.dtype = hidden_RD.dtype
-        deviation_of_logp = _deviation(used_KR[0], true.slopes_KR[0])
-        deviation_of_entropy = _deviation(used_KR[1], true.slopes_KR[1])
-        true.metrics[DEVIATION] = Max(torch.maximum(deviation_of_logp, deviation_of_entropy))
-        logp_R = stats_KR[0]
+        final.metrics[DEVIATION] = Max(_deviation(used_2R, final.slopes_2R))
+        logp_R = stats_2R[0]
         ctx.mark_non_differentiable(logp_R)
-        return true.loss, true.metrics, logp_R
+        return final.loss, final.metrics, logp_R
 
     @staticmethod
     @once_differentiable
@@ -224,14 +220,14 @@ class _OnePass(torch.autograd.Function):
 class Derivatives(NamedTuple):
     loss: Tensor
     metrics: Metrics
-    slopes_KR: Tensor  # of the loss, in logp and entropy; 0 where it does not use them
+    slopes_2R: Tensor  # of the loss, in logp and entropy; 0 where it does not use them
     uses_entropy: bool
 
 
-def derivatives(loss_of: LossOfLogps, stats_KR: Tensor, *, with_metrics: bool) -> Derivatives:
-    """The loss at stats_KR (logp, entropy), and its derivatives there, by autograd."""
+def derivatives(loss_of: LossOfLogps, stats_2R: Tensor, *, with_metrics: bool) -> Derivatives:
+    """The loss at stats_2R (logp, entropy), and its derivatives there, by autograd."""
     with torch.enable_grad():
-        logp_R, entropy_R = (x_R.detach().requires_grad_() for x_R in stats_KR)
+        logp_R, entropy_R = (x_R.detach().requires_grad_() for x_R in stats_2R)
         loss, metrics = loss_of(logp_R, entropy_R=entropy_R, with_metrics=with_metrics)
         slope_of_logp_R = slope_of_entropy_R = None
         if loss.requires_grad:
@@ -241,49 +237,50 @@ def derivatives(loss_of: LossOfLogps, stats_KR: Tensor, *, with_metrics: bool) -
         slope_of_logp_R = torch.zeros_like(logp_R)
     if slope_of_entropy_R is None:
         slope_of_entropy_R = torch.zeros_like(entropy_R)
-    slopes_KR = torch.stack([slope_of_logp_R, slope_of_entropy_R])
-    return Derivatives(loss.detach(), metrics, slopes_KR, uses_entropy)
+    slopes_2R = torch.stack([slope_of_logp_R, slope_of_entropy_R])
+    return Derivatives(loss.detach(), metrics, slopes_2R, uses_entropy)
 
 
 def compiled_loss(
-    policy_loss: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
+    objective: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
 ) -> tuple[PolicyLoss, str]:
-    """(loss, a line for the log). The loss is policy_loss with kernels that torch.compile makes of it and of its
-    derivatives, once for packs of any length. It is policy_loss itself where that does not compile, or where the
+    """(loss, a line for the log). The loss is the objective with kernels that torch.compile makes of it and of its
+    derivatives, once for packs of any length. It is the objective itself where that does not compile, or where the
     compiled derivatives of a probe on this device differ from its own; the line then says why.
 
     The counts that a call gives must be tensors: a number would be a constant of the kernels."""
     from torch._inductor import metrics as inductor_metrics  # here: it takes seconds, and few runs on a CPU compile
 
-    compiled = torch.compile(policy_loss, fullgraph=True, dynamic=True)
+    compiled = torch.compile(objective, fullgraph=True, dynamic=True)
     num_before = inductor_metrics.generated_kernel_count
     pack = next(probe_packs(cfg, has_old, has_ref)).on(device)
-    expected = derivatives(partial(policy_loss, **pack.arguments), pack.stats_KR, with_metrics=False)
+    expected = derivatives(partial(objective, **pack.arguments), pack.stats_2R, with_metrics=False)
     for with_metrics in (False, True):  # two graphs
         try:
-            found = derivatives(partial(compiled, **pack.arguments), pack.stats_KR, with_metrics=with_metrics)
+            found = derivatives(partial(compiled, **pack.arguments), pack.stats_2R, with_metrics=with_metrics)
         except Exception as error:  # of the compiler, of whatever kind: the line above has called the loss itself
             reason = str(error).strip().splitlines() or [""]
-            return policy_loss, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
-        deviation_of_logp = _deviation(found.slopes_KR[0], expected.slopes_KR[0])
-        deviation_of_entropy = _deviation(found.slopes_KR[1], expected.slopes_KR[1])
-        deviation = float(torch.maximum(deviation_of_logp, deviation_of_entropy))
+            return objective, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
+        deviation = float(_deviation(found.slopes_2R, expected.slopes_2R))
         if not deviation <= MAX_DEVIATION:
-            return policy_loss, f"eager, as its compiled derivatives differ by {deviation:.1g} of their size"
+            return objective, f"eager, as its compiled derivatives differ by {deviation:.1g} of their size"
 
     def call(logp_R: Tensor, **arguments) -> tuple[Tensor, Metrics]:
         # The kernels for any length exclude lengths 0 and 1, which an empty pack has.
-        chosen = compiled if len(logp_R) > 1 else policy_loss
+        chosen = compiled if len(logp_R) > 1 else objective
         return chosen(logp_R, **arguments)
 
     return call, f"compiled into {inductor_metrics.generated_kernel_count - num_before} kernels"
 
 
-def _deviation(used_R: Tensor, true_R: Tensor) -> Tensor:
-    """Sum of |used - true| / sum of |true|. Equal infinities and NaNs count as equal: the loss is not finite then."""
-    same_R = (used_R == true_R) | (used_R.isnan() & true_R.isnan())
-    size = torch.where(true_R.isfinite(), true_R, 0.0).abs().sum().clamp(min=torch.finfo(true_R.dtype).tiny)
-    return torch.where(same_R, 0.0, (used_R - true_R).abs()).sum() / size
+def _deviation(used_2R: Tensor, true_2R: Tensor) -> Tensor:
+    """Sum of |used - true| / sum of |true|, the larger of the two rows. Equal infinities and NaNs count as equal: the
+    loss is not finite then."""
+    is_same_2R = (used_2R == true_2R) | (used_2R.isnan() & true_2R.isnan())
+    error_2R = torch.where(is_same_2R, 0.0, (used_2R - true_2R).abs())
+    size_2R = torch.where(true_2R.isfinite(), true_2R, 0.0).abs()
+    relative_2 = error_2R.sum(1) / size_2R.sum(1).clamp(min=torch.finfo(true_2R.dtype).tiny)
+    return relative_2.max()
 
 
 def one_pass_problem(deviation: float) -> str | None:
@@ -301,23 +298,23 @@ def one_pass_problem(deviation: float) -> str | None:
 
 
 def choose_loss_path(
-    policy_loss: Callable,
+    objective: Callable,
     cfg: LossConfig,
     has_old: bool,
     has_ref: bool,
     filtered: bool = False,
     allow_pack_dependence: bool = False,
 ) -> LossPath:
-    """The path of policy_loss (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
+    """The path of the objective (`loss.policy_loss`) with the options cfg. has_old, has_ref: whether this run gives
     old_logp_R and ref_logp_R; filtered: whether it filters logits. Deterministic, so all ranks choose the same path.
     ConfigError if the gradient depends on how sequences are packed, unless allow_pack_dependence."""
     packs = list(probe_packs(cfg, has_old, has_ref))
-    on_pack = depends_on_pack(policy_loss, packs)
+    on_pack = depends_on_pack(objective, packs)
     if on_pack and not allow_pack_dependence:
         raise ConfigError(PACK_DEPENDENCE)
     reads_top_ids = has_ref and cfg.topk_logits_k is not None
-    zero_adv_has_grad = reads_top_ids or has_gradient_at_zero_advantage(policy_loss, packs)
-    if depends_on_other_tokens(policy_loss, packs):
+    zero_adv_has_grad = reads_top_ids or has_gradient_at_zero_advantage(objective, packs)
+    if depends_on_other_tokens(objective, packs):
         coupled = "pack" if on_pack else "sequence"
         return LossPath("two passes", f"the loss couples the tokens of a {coupled}", zero_adv_has_grad)
     if filtered and has_ref:
@@ -337,7 +334,7 @@ PUSHES = (-30.0, -0.3, -3e-3, 3e-3, 0.3, 30.0)  # nats, by which a probe moves l
 class ProbePack:
     """A small pack that the loss is probed with: what `policy_loss` gets in a run, in float64."""
 
-    stats_KR: Tensor
+    stats_2R: Tensor
     arguments: dict[str, Tensor | int | LossConfig | None]  # the others that a run gives `policy_loss`
 
     @property
@@ -348,14 +345,14 @@ class ProbePack:
     def seq_R(self) -> Tensor:
         return self.arguments["seq_R"]
 
-    def slopes(self, policy_loss: Callable) -> Tensor:
-        """slopes_KR of `derivatives`."""
-        return derivatives(partial(policy_loss, **self.arguments), self.stats_KR, with_metrics=False).slopes_KR
+    def slopes(self, objective: Callable) -> Tensor:
+        """slopes_2R of `derivatives`."""
+        return derivatives(partial(objective, **self.arguments), self.stats_2R, with_metrics=False).slopes_2R
 
     def moved(self, is_moved_R: Tensor, push: float) -> "ProbePack":
         """logp is higher by push at the chosen tokens, entropy by |push|."""
-        push_K1 = torch.tensor([[push], [abs(push)]])
-        return replace(self, stats_KR=self.stats_KR + push_K1 * is_moved_R)
+        push_2R = torch.stack([push * is_moved_R, abs(push) * is_moved_R])
+        return replace(self, stats_2R=self.stats_2R + push_2R)
 
     def on(self, device: torch.device) -> "ProbePack":
         """As a run has it on the device: float32, and counts that are tensors."""
@@ -367,38 +364,47 @@ class ProbePack:
                 value = torch.tensor(value)
             if torch.is_tensor(value):
                 arguments[name] = value.to(device)
-        return ProbePack(self.stats_KR.float().to(device), arguments)
+        return ProbePack(self.stats_2R.float().to(device), arguments)
 
     def taken(self, row_M: Tensor) -> "ProbePack":
         """The pack of the tokens row_M. Each further 24 of them count as a copy with sequences of its own."""
         arguments = {name: x[row_M] if torch.is_tensor(x) else x for name, x in self.arguments.items()}
         copy_M = torch.arange(len(row_M)) // NUM_PROBE_TOKENS
         arguments["seq_R"] = arguments["seq_R"] + 99 * copy_M
-        return ProbePack(self.stats_KR[:, row_M], arguments)
+        return ProbePack(self.stats_2R[:, row_M], arguments)
 
 
 def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[ProbePack]:
     """Packs of 24 tokens, with log-ratios from small to large: four sequences of 4, 8, 4 and 8 tokens, back to
     back, with unlike shares of positive tokens, advantages of both signs and 0, some tokens masked."""
+    has_top_ids = has_ref and cfg.topk_logits_k is not None
     generator = torch.Generator().manual_seed(0)
     token_R = torch.arange(NUM_PROBE_TOKENS)
     seq_R = torch.tensor([0] * 4 + [1] * 8 + [2] * 4 + [3] * 8)
     adv_R = torch.tensor([1.3, 0.0, -0.7, -2.1, 0.0], dtype=torch.float64)[token_R % 5] * (1 + token_R / 24)
     for size in PROBE_SIZES:
-        stats_KR = torch.rand(2, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64) + token_R / 24
-        stats_KR[0] = -2 * stats_KR[0] - 0.1
-        logp_R, _ = stats_KR
+        stats_2R = torch.rand(2, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64) + token_R / 24
+        stats_2R[0] = -2 * stats_2R[0] - 0.1
+        logp_R, _ = stats_2R
         normal = torch.randn(3, NUM_PROBE_TOKENS, generator=generator, dtype=torch.float64)
         log_ratio_R, gap_R, ref_gap_R = size * normal
-        old_R = logp_R - log_ratio_R if has_old else logp_R
-        has_top_ids = has_ref and cfg.topk_logits_k is not None
-        top_RJ = logp_R[:, None] - torch.arange(1, 4) if has_top_ids else None
-        sampler_R = logp_R - log_ratio_R if cfg.old_logprobs == "sampler" else old_R - gap_R
+        old_R = ref_R = ref_RJ = top_RJ = None
+        start_R = logp_R  # under the weights before the step; where no old_logp_R is passed, these have not moved
+        if has_old:
+            old_R = start_R = logp_R - log_ratio_R
+        sampler_R = start_R - gap_R
+        if cfg.old_logprobs == "sampler":  # log r is of the sampler's
+            sampler_R = logp_R - log_ratio_R
+        if has_ref:
+            ref_R = logp_R + ref_gap_R
+        if has_top_ids:
+            top_RJ = logp_R[:, None] - torch.arange(1, 4)
+            ref_RJ = top_RJ - 1
         arguments = {
-            "old_logp_R": old_R if has_old else None,
+            "old_logp_R": old_R,
             "sampler_logp_R": sampler_R,
-            "ref_logp_R": logp_R + ref_gap_R if has_ref else None,
-            "ref_logp_RJ": top_RJ - 1 if has_top_ids else None,
+            "ref_logp_R": ref_R,
+            "ref_logp_RJ": ref_RJ,
             "logp_RJ": top_RJ,
             "adv_R": adv_R,
             "mask_R": token_R % 7 != 6,
@@ -411,53 +417,53 @@ def probe_packs(cfg: LossConfig, has_old: bool, has_ref: bool) -> Iterator[Probe
             "entropy_coef": None if cfg.entropy_target is None else 0.5,  # in a run it may be 0 at first
             "cfg": cfg,
         }
-        yield ProbePack(stats_KR, arguments)
+        yield ProbePack(stats_2R, arguments)
 
 
-def depends_on_other_tokens(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+def depends_on_other_tokens(objective: Callable, packs: list[ProbePack]) -> bool:
     """Whether the derivatives at a token depend on other tokens' logp or entropy. Every second token moves, then every
     second sequence, by little and by much: those that stay must keep their derivatives."""
     for pack in packs:
         token_R = torch.arange(NUM_PROBE_TOKENS)
         for odd in (0, 1):
-            if _moves_others(policy_loss, pack, token_R % 2 == odd):
+            if _moves_others(objective, pack, token_R % 2 == odd):
                 return True
-            if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):
+            if _moves_others(objective, pack, pack.seq_R % 2 == odd):
                 return True
     return False
 
 
-def depends_on_pack(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+def depends_on_pack(objective: Callable, packs: list[ProbePack]) -> bool:
     """Whether the derivatives at a token depend on other sequences, on their number, or on the order of tokens. They
     must stay (1) when every second sequence moves, (2) when a sequence is alone and in reverse order, (3) when the pack
     is repeated fifty times. In (2) and (3) sums of the loss in float32 may round differently."""
     for pack in packs:
         for odd in (0, 1):
-            if _moves_others(policy_loss, pack, pack.seq_R % 2 == odd):
+            if _moves_others(objective, pack, pack.seq_R % 2 == odd):
                 return True
-        slopes_KR = pack.slopes(policy_loss)
+        slopes_2R = pack.slopes(objective)
         rows = [(pack.seq_R == seq).nonzero()[:, 0].flip(0) for seq in pack.seq_R.unique()]
         rows.append(torch.arange(NUM_PROBE_TOKENS).repeat(50))
         for row_M in rows:
-            if not _are_equal(pack.taken(row_M).slopes(policy_loss), slopes_KR[:, row_M], 1e-4):
+            if not _are_equal(pack.taken(row_M).slopes(objective), slopes_2R[:, row_M], 1e-4):
                 return True
     return False
 
 
-def has_gradient_at_zero_advantage(policy_loss: Callable, packs: list[ProbePack]) -> bool:
+def has_gradient_at_zero_advantage(objective: Callable, packs: list[ProbePack]) -> bool:
     """Whether a token of advantage 0 has a derivative: from a KL, an entropy bonus or an NLL."""
-    return any(bool((pack.slopes(policy_loss)[:, pack.adv_R == 0] != 0).any()) for pack in packs)
+    return any(bool((pack.slopes(objective)[:, pack.adv_R == 0] != 0).any()) for pack in packs)
 
 
-def _moves_others(policy_loss: Callable, pack: ProbePack, is_moved_R: Tensor) -> bool:
+def _moves_others(objective: Callable, pack: ProbePack, is_moved_R: Tensor) -> bool:
     """Whether the derivatives of the tokens that stay change as the others move."""
-    staying_KR = pack.slopes(policy_loss)[:, ~is_moved_R]
+    staying_2R = pack.slopes(objective)[:, ~is_moved_R]
     for push in PUSHES:
-        again_KR = pack.moved(is_moved_R, push).slopes(policy_loss)[:, ~is_moved_R]
-        if not _are_equal(again_KR, staying_KR, 1e-9):
+        again_2R = pack.moved(is_moved_R, push).slopes(objective)[:, ~is_moved_R]
+        if not _are_equal(again_2R, staying_2R, 1e-9):
             return True
     return False
 
 
-def _are_equal(a_KR: Tensor, b_KR: Tensor, rtol: float) -> bool:
-    return bool(torch.isclose(a_KR, b_KR, rtol=rtol, atol=0, equal_nan=True).all())
+def _are_equal(a_2R: Tensor, b_2R: Tensor, rtol: float) -> bool:
+    return bool(torch.isclose(a_2R, b_2R, rtol=rtol, atol=0, equal_nan=True).all())

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import sizes
 from kernels.backend import KernelBackend, choose_backend
 from kernels.filter import SamplingFilter, mark_cut_targets_
-from kernels.matmul import mm_float32, wide_dtype
+from kernels.matmul import mm_wide, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def logit_chunks(hidden_RD: Tensor, weight_VD: Tensor, target_R: Tensor, options
     for start in range(0, num_rows, chunk_rows):
         rows = slice(start, min(start + chunk_rows, num_rows))
         logits_CV = buffer_CV[: rows.stop - start, : len(weight_VD)]
-        mm_float32(hidden_RD[rows], weight_VD.T, out=logits_CV)
+        mm_wide(hidden_RD[rows], weight_VD.T, out=logits_CV)
         if options.softcap is not None:
             logits_CV.div_(options.softcap).tanh_().mul_(options.softcap)
         if options.sampling_filter:
@@ -155,4 +155,4 @@ def write_gradients(
     if grad_hidden_RD is not None:
         torch.mm(dz_CV, weight_VD[:num_columns], out=grad_hidden_RD[rows])
     if grad_weight_VD is not None:
-        mm_float32(dz_CV.T, hidden_RD[rows], out=grad_weight_VD[:num_columns], accumulate=accumulate)
+        mm_wide(dz_CV.T, hidden_RD[rows], out=grad_weight_VD[:num_columns], accumulate=accumulate)

@@ -36,11 +36,11 @@ class SamplingFilter:
         if self.top_p < 1:
             sorted_CV, index_CV = logits_CV.sort(stable=True)
             mass_CV = sorted_CV.div(temperature).softmax(1).cumsum_(1)  # of a token and all less likely tokens
-            mass_CV[:, -1] = 2  # the likeliest always stays
+            mass_CV[:, -1] = 2  # above any bound: the likeliest always stays
             logits_CV.scatter_(1, index_CV, sorted_CV.masked_fill_(mass_CV <= 1 - self.top_p, CUT))
 
 
 def mark_cut_targets_(logp_C: Tensor) -> None:
-    """Sets logp to -inf, in place, where a filter cut the target. CUT divided by any temperature is below the bound,
-    any other log-probability above."""
+    """Sets logp to -inf, in place, where a filter cut the target. The bound is CUT divided by a temperature that none
+    exceeds: a cut target is below it, any other log-probability above."""
     logp_C.masked_fill_(logp_C < CUT / 1e9, -math.inf)

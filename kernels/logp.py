@@ -29,8 +29,8 @@ class _LinearLogp(torch.autograd.Function):
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, ids_TJ)
         ctx.options = options
         ctx.set_materialize_grads(False)  # entropy as a metric only: its gradient is None and costs nothing
-        stats_KT = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
-        difference_TJ = None if ids_TJ is None else stats_KT.new_empty(ids_TJ.shape)
+        stats_2T = hidden_TD.new_empty(2, len(hidden_TD), dtype=wide_dtype(hidden_TD))
+        difference_TJ = None if ids_TJ is None else stats_2T.new_empty(ids_TJ.shape)
         for chunk in logit_chunks(hidden_TD, weight_VD, target_T, options):
             rows = chunk.rows
             if finds_ids:
@@ -39,8 +39,8 @@ class _LinearLogp(torch.autograd.Function):
                 target_logit_C1 = chunk.logits_CV.gather(1, chunk.target_C[:, None])
                 difference_CJ = chunk.logits_CV.gather(1, ids_TJ[rows]) - target_logit_C1
                 difference_TJ[rows] = difference_CJ / options.temperature
-            stats_KT[:, rows] = chunk.logp_and_entropy()
-        return stats_KT[0], stats_KT[1], difference_TJ
+            stats_2T[:, rows] = chunk.logp_and_entropy()
+        return stats_2T[0], stats_2T[1], difference_TJ
 
     @staticmethod
     @once_differentiable

@@ -12,7 +12,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def mm_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
+def mm_wide(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
     """out = a @ b, or out += a @ b, computed in out's dtype: 16-bit factors may have a float32 product. Autocast
     does not change calls with `out`."""
     if a.device.type == "cpu":

@@ -35,30 +35,30 @@ def row_stats(logits_CV: Tensor, target_C: Tensor, options: LogitOptions) -> Ten
     """[4, C], of each row: logp, entropy, its largest logit m, and log2 of sum exp((logit - m) / temperature): exact,
     however large logits are. logits_CV: float32, rows of a multiple of 16 elements in memory."""
     num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
-    stats_KC = logits_CV.new_empty(4, num_rows)
+    stats_4C = logits_CV.new_empty(4, num_rows)
     row_stats_kernel[(num_rows,)](
         logits_CV,
         target_C,
-        stats_KC,
+        stats_4C,
         num_rows,
         options.vocab,
         row_stride,
         1 / options.temperature,
         **launch_options(row_stride),
     )
-    return stats_KC
+    return stats_4C
 
 
 def write_dlogits(
     dlogits_CV: Tensor,
     logits_CV: Tensor,
     target_C: Tensor,
-    stats_KC: Tensor,
+    stats_4C: Tensor,
     g_C: Tensor,
     h_C: Tensor | None,
     options: LogitOptions,
 ) -> None:
-    """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_KC: of
+    """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_4C: of
     `row_stats` on these logits. g_C, h_C: derivatives of the loss in logp and entropy; None: 0."""
     num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
     has_entropy = h_C is not None
@@ -68,7 +68,7 @@ def write_dlogits(
         logits_CV,
         dlogits_CV,
         target_C,
-        stats_KC,
+        stats_4C,
         g_C.contiguous(),
         h_or_g_C.contiguous(),
         num_rows,
@@ -92,17 +92,17 @@ def launch_options(row_stride: int) -> dict[str, int]:
 class TritonChunk(LogitChunk):
     """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
 
-    stats_KC: Tensor = field(init=False)  # of `row_stats`
+    stats_4C: Tensor = field(init=False)  # of `row_stats`
 
     def logp_and_entropy(self) -> Tensor:
-        self.stats_KC = row_stats(self.logits_CV, self.target_C, self.options)
-        mark_cut_targets_(self.stats_KC[0])
-        return self.stats_KC[:2]
+        self.stats_4C = row_stats(self.logits_CV, self.target_C, self.options)
+        mark_cut_targets_(self.stats_4C[0])
+        return self.stats_4C[:2]
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
         num_columns = self.logits_CV.shape[1]
         dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
-        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_KC, g_C, h_C, self.options)
+        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_4C, g_C, h_C, self.options)
         return dlogits_CV
 
 

@@ -1,4 +1,5 @@
-"""How many rows of logits are in memory at once: what the kernels allocate, and what the memory plan of --check counts.
+"""How many rows of logits, or of a block's input in host memory, are a part of their own: what the trainer allocates,
+and what the memory plan of --check counts.
 
 Imports no torch, because --check has none.
 """

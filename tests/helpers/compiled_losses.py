@@ -131,15 +131,15 @@ def compare(name: str, cfg: Config, edit: list[str]) -> dict:
     compiled, text = head.compiled_loss(loss, cfg.loss_fn, torch.device("cpu"), has_old=True, has_ref=True)
     result = {"case": name, "text": text, "slopes": 0.0, "loss": 0.0, "metrics": 0.0, "entropy": 0}
     for step in range(20):
-        stats_KR, arguments = batch(cfg, 150 + 37 * step, 5 + step % 7, step)
+        stats_2R, arguments = batch(cfg, 150 + 37 * step, 5 + step % 7, step)
         with_metrics = step % 2 == 0
-        found = head.derivatives(partial(compiled, **arguments), stats_KR, with_metrics=with_metrics)
-        expected = head.derivatives(partial(loss, **arguments), stats_KR, with_metrics=with_metrics)
-        assert expected.slopes_KR.any() and expected.slopes_KR.isfinite().all()
+        found = head.derivatives(partial(compiled, **arguments), stats_2R, with_metrics=with_metrics)
+        expected = head.derivatives(partial(loss, **arguments), stats_2R, with_metrics=with_metrics)
+        assert expected.slopes_2R.any() and expected.slopes_2R.isfinite().all()
         assert expected.loss.isfinite() and found.loss.isfinite()
         assert found.metrics.keys() == expected.metrics.keys()
-        result["slopes"] = max(result["slopes"], difference(found.slopes_KR, expected.slopes_KR))
-        made_of = (expected.slopes_KR * stats_KR).abs().sum()
+        result["slopes"] = max(result["slopes"], difference(found.slopes_2R, expected.slopes_2R))
+        made_of = (expected.slopes_2R * stats_2R).abs().sum()
         result["loss"] = max(result["loss"], float((found.loss - expected.loss).abs() / made_of))
         result["entropy"] += found.uses_entropy != expected.uses_entropy
         wanted = flat(expected.metrics)
@@ -147,9 +147,9 @@ def compare(name: str, cfg: Config, edit: list[str]) -> dict:
             result["metrics"] = max(result["metrics"], difference(value, wanted[key]))
     result["graphs"] = counters["stats"]["unique_graphs"]
     if not edit:
-        nothing_KR, arguments = batch(cfg, 24, 3, 0)
+        nothing_2R, arguments = batch(cfg, 24, 3, 0)
         empty = {key: x[:0] if torch.is_tensor(x) and x.dim() else x for key, x in arguments.items()}
-        loss_of_nothing, _ = compiled(nothing_KR[0, :0], entropy_R=nothing_KR[1, :0], **empty)
+        loss_of_nothing, _ = compiled(nothing_2R[0, :0], entropy_R=nothing_2R[1, :0], **empty)
         result["empty"] = float(loss_of_nothing)
     return result
 

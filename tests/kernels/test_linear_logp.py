@@ -14,7 +14,7 @@ from base.system.ranks import start_process_group
 from kernels.backend import KernelBackend, choose_backend
 from kernels.chunks import LogitOptions, logit_chunks
 from kernels.logp import linear_logp
-from kernels.matmul import bfloat16_factors, mm_float32
+from kernels.matmul import bfloat16_factors, mm_wide
 from kernels.reference import reference_logp
 from kernels.sizes import TORCH_CHUNK_ELEMENTS
 
@@ -163,8 +163,8 @@ def test_products_are_float32_whatever_the_factors(dtypes):
     a, b = (torch.randn(96, 96, generator=generator).to(DEVICE, dtype) for dtype in dtypes)
     out = torch.full((96, 96), torch.nan, device=DEVICE)
     want, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    assert ((mm_float32(a, b, out) - want).abs() / size).max() < 1e-6
-    assert ((mm_float32(a, b, out, accumulate=True) - 2 * want).abs() / size).max() < 1e-6
+    assert ((mm_wide(a, b, out) - want).abs() / size).max() < 1e-6
+    assert ((mm_wide(a, b, out, accumulate=True) - 2 * want).abs() / size).max() < 1e-6
 
 
 def test_a_run_sums_in_float32(monkeypatch):
