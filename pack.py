@@ -22,7 +22,7 @@ A pack of a prompt with two responses, as in docs/walkthrough.md, which has the 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from heapq import heapreplace
 from typing import NamedTuple
 
@@ -58,80 +58,65 @@ class Pack:
     continues, else -1. Inputs are ids[:-1] of each sequence, targets ids[1:]. T counts input tokens, R the sampled
     targets: prompt and observation targets never reach the head. pos_R: the row in T that predicts the target; the last
     row of a shared prompt predicts several. tokens_R: the targets, with all that `records.TOKEN` has of a token. adv_R:
-    of the token's sample, or turn; reward_R: of its sample; seq_R: the number of its sequence within the pack;
-    sample_R: of its sample within the minibatch. source_R: the target's place among the output ids of all sequences
-    that `pack_samples` was given, back to back, by which a dump finds the token of a row. experts_TLA: of each input
-    the experts that the sampler sent it to, int16, -1 where it did not say; None without policy.router_replay.
-    Example: the TokenSequence of records.py alone: token_T [5, 7, 2, 9], position_T [0, 1, 2, 3], cu_seqlens [0, 4],
-    prefix_S [-1], pos_R [2, 3], target_R [9, 3], sampler_logp_R [-0.1, -0.7], seq_R [0, 0], source_R [0, 1]. With a
-    second one of the same prompt and output ids [8, 6]: token_T [5, 7, 2, 9, 8], position_T [0, 1, 2, 3, 3],
-    cu_seqlens [0, 3, 4, 5], prefix_S [-1, 0, 0], pos_R [2, 3, 2, 4], target_R [9, 3, 8, 6], seq_R [0, 0, 1, 1],
-    source_R [0, 1, 2, 3].
+    of the token's sample, or turn; reward_R: of its sample; seq_R: the number of its sequence in `sequences`; sample_R:
+    of its sample within the minibatch. The targets of a sequence are back to back. experts_TLA: of each input the
+    experts that the sampler sent it to, int16, -1 where it did not say; None without policy.router_replay.
     """
 
+    sequences: list[TokenSequence]
     token_T: np.ndarray  # int64, as every array without a type here
     position_T: np.ndarray
     cu_seqlens: np.ndarray  # int32, [S + 1]: bounds of the segments
     prefix_S: np.ndarray
+    experts_TLA: np.ndarray | None
     pos_R: np.ndarray
     tokens_R: np.ndarray  # of TOKEN
     adv_R: np.ndarray  # float32, as reward_R
     seq_R: np.ndarray
     sample_R: np.ndarray
     reward_R: np.ndarray
-    source_R: np.ndarray  # int32
-    _: KW_ONLY
-    experts_TLA: np.ndarray | None = None
-
-    @property
-    def target_R(self) -> np.ndarray:
-        return self.tokens_R["id"]
-
-    @property
-    def sampler_logp_R(self) -> np.ndarray:
-        return self.tokens_R["logp"]
-
-    @property
-    def version_R(self) -> np.ndarray:
-        return self.tokens_R["version"]
-
-
-# What belongs to a response token beside tokens_R, and moves with it when rows change their order.
-ROW_FIELDS = (
-    "pos_R",
-    "adv_R",
-    "seq_R",
-    "sample_R",
-    "reward_R",
-    "source_R",
-    "mask_R",
-    "share_R",
-    "old_logp_R",
-    "ref_logp_R",
-    "ref_ids_RJ",
-    "ref_logp_RJ",
-)
 
 
 @dataclass(slots=True)
-class MicroBatch(Pack):
-    """A `Pack` with device tensors in place of arrays, and what the trainer adds about its R response tokens.
-    cu_seqlens, prefix_S and experts_TLA stay on the host; `layout` has what the model needs of them, for all its
-    forwards. tokens_R: name of a column of TOKEN -> tensor.
-    mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a gradient; the
-    rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's sequence has, float64;
-    None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the step and under the
-    reference policy, ref_logp_RJ of its likeliest ids, ref_ids_RJ; None where the run does not need them.
+class MicroBatch:
+    """A `Pack` on the device, and what the trainer adds about its R response tokens.
+
+    layout: what the model needs of the segments, for all its forwards. tokens_R: name of a column of TOKEN -> tensor,
+    without the mask. mask_R: tokens that may be trained on. num_grad_rows: only the first num_grad_rows rows can have a
+    gradient; the rest serve the metrics. share_R: the fraction of its sample's trained tokens that the token's
+    sequence has, float64; None until `finish_minibatches`. old_logp_R, ref_logp_R: under the policy at the start of the
+    step and under the reference policy, ref_logp_RJ of its likeliest ids, ref_ids_RJ; None where the run does not need
+    them.
     """
 
+    token_T: Tensor
+    position_T: Tensor
     layout: PackLayout
+    pos_R: Tensor
+    tokens_R: dict[str, Tensor]
     mask_R: Tensor
+    adv_R: Tensor
+    seq_R: Tensor
+    sample_R: Tensor
+    reward_R: Tensor
     num_grad_rows: int
     share_R: Tensor | None = None
     old_logp_R: Tensor | None = None
     ref_logp_R: Tensor | None = None
     ref_ids_RJ: Tensor | None = None
     ref_logp_RJ: Tensor | None = None
+
+    @property
+    def target_R(self) -> Tensor:
+        return self.tokens_R["id"]
+
+    @property
+    def sampler_logp_R(self) -> Tensor:
+        return self.tokens_R["logp"]
+
+    @property
+    def version_R(self) -> Tensor:
+        return self.tokens_R["version"]
 
     @property
     def model_inputs(self) -> tuple[Tensor, Tensor, PackLayout, Tensor]:
@@ -148,10 +133,10 @@ class MicroBatch(Pack):
         index_R = on_device(order_R, self.mask_R.device)
         for name, column_R in self.tokens_R.items():
             self.tokens_R[name] = column_R[index_R]
-        for name in ROW_FIELDS:
-            value_R = getattr(self, name)
-            if value_R is not None:
-                setattr(self, name, value_R[index_R])
+        for field in fields(self):
+            value_R = getattr(self, field.name)
+            if field.name.endswith(("_R", "_RJ")) and torch.is_tensor(value_R):
+                setattr(self, field.name, value_R[index_R])
 
 
 @dataclass(slots=True)
@@ -210,10 +195,6 @@ def rows_of(samples: Iterable[Sample]) -> list[Row]:
 
 def to_device(pack: Pack, device: torch.device) -> MicroBatch:
     """The pack as a micro-batch, of which nothing is masked yet."""
-    tensors = {}
-    for field in fields(pack):
-        if field.name not in ("cu_seqlens", "prefix_S", "experts_TLA", "tokens_R"):
-            tensors[field.name] = on_device(getattr(pack, field.name), device)
     tokens_R = {}
     for name in TOKEN.names:
         column_R = pack.tokens_R[name].copy()
@@ -221,15 +202,19 @@ def to_device(pack: Pack, device: torch.device) -> MicroBatch:
             column_R = column_R.astype(np.int64)  # torch indexes with these
         tokens_R[name] = on_device(column_R, device)
     layout = PackLayout.of(pack.cu_seqlens, pack.prefix_S, len(pack.token_T), device)
+    mask_R = tokens_R.pop("mask")
     return MicroBatch(
-        **tensors,
-        tokens_R=tokens_R,
-        cu_seqlens=pack.cu_seqlens,
-        prefix_S=pack.prefix_S,
-        experts_TLA=pack.experts_TLA,
+        token_T=on_device(pack.token_T, device),
+        position_T=on_device(pack.position_T, device),
         layout=replace(layout, experts_TLA=pack.experts_TLA),
-        mask_R=torch.ones_like(tensors["adv_R"], dtype=torch.bool),
-        num_grad_rows=len(pack.adv_R),
+        pos_R=on_device(pack.pos_R, device),
+        tokens_R=tokens_R,
+        mask_R=mask_R,
+        adv_R=on_device(pack.adv_R, device),
+        seq_R=on_device(pack.seq_R, device),
+        sample_R=on_device(pack.sample_R, device),
+        reward_R=on_device(pack.reward_R, device),
+        num_grad_rows=len(pack.pos_R),
     )
 
 
@@ -287,17 +272,17 @@ def rows_on_host(micros: Sequence[MicroBatch]) -> list[HostRows]:
     columns = []
     for field in fields(HostRows):
         columns.append(torch.cat([getattr(micro, field.name) for micro in micros]))
-    as_doubles = torch.stack([column.double() for column in columns]).cpu()
-    on_host = []
+    as_doubles = torch.stack([column.double() for column in columns]).cpu()  # exact: float64 holds all of them
+    host_columns = []
     for column, doubles in zip(columns, as_doubles, strict=True):
-        on_host.append(doubles.to(column.dtype).numpy())
-    found = []
+        host_columns.append(doubles.to(column.dtype).numpy())
+    rows_of_micros = []
     start = 0
     for micro in micros:
         end = start + len(micro.mask_R)
-        found.append(HostRows(*(column[start:end] for column in on_host)))
+        rows_of_micros.append(HostRows(*(column[start:end] for column in host_columns)))
         start = end
-    return found
+    return rows_of_micros
 
 
 def gradient_order(rows: HostRows, path: LossPath) -> tuple[np.ndarray, int]:
@@ -391,15 +376,8 @@ def num_packs(parts: Sequence[Part], max_tokens: int) -> int:
 
 def pack_samples(parts: Sequence[Part], max_tokens: int) -> list[Pack]:
     """Packs of <= `max_tokens` input tokens, which no sequence exceeds; those of a part share their prompt."""
-    sources = []  # of each part's first output id among those of all sequences
-    num_before = 0
-    for part in parts:
-        sources.append(num_before)
-        num_before += sum(row.sequence.num_output_tokens for row in part)
-    packs = []
-    for members in first_fit([num_input_tokens(part) for part in parts], max_tokens):
-        packs.append(_pack([parts[i] for i in members], [sources[i] for i in members]))
-    return packs
+    lengths = [num_input_tokens(part) for part in parts]
+    return [_pack([parts[i] for i in members]) for members in first_fit(lengths, max_tokens)]
 
 
 # --------------------------------------------------------------------------------------------- the layout of a pack
@@ -419,26 +397,24 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Where a sequence lies. first: the segment that begins with its prompt. response: a segment of its own, or None
-    where the response follows the prompt in `first`, or has one id and so no input. source: the place of its first
-    output id among those of all sequences."""
+    where the response follows the prompt in `first`, or has one id and so no input."""
 
     row: Row
     first: Segment
     response: Segment | None
-    source: int
 
 
-def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment], list[Placed]]:
-    """The segments of a pack in their order, and where each sequence lies. sources: of each part's first output id.
+def place(parts: Sequence[Part]) -> tuple[list[Segment], list[Placed]]:
+    """The segments of a pack in their order, and where each sequence lies.
 
     First whole sequences and shared prompts, longest first; then the responses to the prompts. Equal shapes are
     neighbours, which CPU attention computes in one call.
     """
-    firsts = [(_first_segment(part), part, source) for part, source in zip(parts, sources, strict=True)]
+    firsts = [(_first_segment(part), part) for part in parts]
     firsts.sort(key=lambda first: -len(first[0].ids))
     responses: list[Segment] = []
     placed: list[Placed] = []
-    for number, (first, part, source) in enumerate(firsts):  # these are the segments 0, 1, ...: `prefix` is the number
+    for number, (first, part) in enumerate(firsts):  # these are the segments 0, 1, ...: `prefix` is the number
         for row in part:
             sequence = row.sequence
             response = None
@@ -446,10 +422,9 @@ def place(parts: Sequence[Part], sources: Sequence[int]) -> tuple[list[Segment],
                 ids = sequence.tokens["id"][:-1].astype(np.int64)
                 response = Segment(ids, number, len(sequence.prompt_ids))
                 responses.append(response)
-            placed.append(Placed(row, first, response, source))
-            source += sequence.num_output_tokens
+            placed.append(Placed(row, first, response))
     responses.sort(key=lambda segment: (-segment.first_position, -len(segment.ids)))
-    segments = [first for first, _, _ in firsts] + responses
+    segments = [first for first, _ in firsts] + responses
     start = 0
     for segment in segments:
         segment.start = start
@@ -469,14 +444,15 @@ def _first_segment(part: Part) -> Segment:
     return Segment(ids)
 
 
-def _pack(parts: Sequence[Part], sources: Sequence[int]) -> Pack:
-    segments, placed = place(parts, sources)
+def _pack(parts: Sequence[Part]) -> Pack:
+    segments, placed = place(parts)
     positions = [segment.first_position + np.arange(len(segment.ids)) for segment in segments]
     columns = [_columns_of(where, number) for number, where in enumerate(placed)]
     rows = {name: np.concatenate([column[name] for column in columns]) for name in columns[0]}
     token_T = np.concatenate([segment.ids for segment in segments])
     starts = [segment.start for segment in segments]
     return Pack(
+        sequences=[where.row.sequence for where in placed],
         token_T=token_T,
         position_T=np.concatenate(positions),
         cu_seqlens=np.int32([*starts, len(token_T)]),
@@ -521,25 +497,10 @@ def _columns_of(placed: Placed, number: int) -> dict[str, np.ndarray]:
         "seq_R": np.full(len(sampled), number),
         "sample_R": np.full(len(sampled), sample.number),
         "reward_R": np.full(len(sampled), sample.grade.reward, np.float32),
-        "source_R": (placed.source + sampled).astype(np.int32),
     }
 
 
 def empty_pack() -> Pack:
     """One token, no response token: a rank with fewer packs runs it, so that every rank joins every collective."""
-    zero = np.zeros(1, np.int64)
-    ids_R = np.zeros(0, np.int64)
-    floats_R = np.zeros(0, np.float32)
-    return Pack(
-        token_T=zero,
-        position_T=zero,
-        cu_seqlens=np.int32([0, 1]),
-        prefix_S=np.array([-1]),
-        pos_R=ids_R,
-        tokens_R=np.zeros(0, TOKEN),
-        adv_R=floats_R,
-        seq_R=ids_R,
-        sample_R=ids_R,
-        reward_R=floats_R,
-        source_R=ids_R.astype(np.int32),
-    )
+    nothing = Row(Sample(0, 0, 0, []), TokenSequence([0]))
+    return replace(_pack([[nothing]]), sequences=[])

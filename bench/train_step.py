@@ -232,8 +232,8 @@ class Step:
     def line(self, peak: float) -> dict:
         """What was measured. peak: the GPU's FLOPs a second, or 0."""
         work = count(self.model, self.batch)
-        pack = self.batch.micros[0]  # the layout of which the host makes once, for all forwards
-        of_pack = (pack.cu_seqlens, pack.prefix_S, len(pack.token_T), pack.token_T.device)
+        micro = self.batch.micros[0]  # the layout of which the host makes once, for all forwards
+        of_pack = (micro.layout.bounds, micro.layout.prefixes, len(micro.token_T), micro.token_T.device)
         step_seconds = statistics.median(self.times)
         head_seconds = statistics.median(self.head_times)
         line = self.case._asdict() | {"num_packs": len(self.batch.micros)} | work

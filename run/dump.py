@@ -170,14 +170,11 @@ def _columns(run: Run, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     most_packs = max(1, *gather(len(packs)))
     while len(packs) < most_packs:
         packs.append(empty_pack())
-    # `Pack.source_R` counts the ids of the sequences in the order in which they were packed.
-    packed = [row for part in parts for row in part]
-    of_packed = [places[id(row.sequence)] for row in packed]
-    place_of_source = np.concatenate([np.empty(0, np.int64), *of_packed])
     for pack in packs:
         micro = to_device(pack, run.device)
         logp_R, entropy_R = response_logps(run.model, micro.model_inputs, micro.target_R, run.head_options)
-        place_R = place_of_source[pack.source_R]
+        of_sequences = [places[id(sequence)] for sequence in pack.sequences]
+        place_R = np.concatenate([np.empty(0, np.int64), *of_sequences])
         dumped["trainer_logp"][place_R] = logp_R.cpu().numpy()
         dumped["entropy"][place_R] = entropy_R.cpu().numpy()
     tensors = {f"{name}_T": torch.from_numpy(dumped[name].copy()) for name in DUMPED.names}
@@ -189,11 +186,10 @@ def _columns(run: Run, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
 
 
 def _places(rows: Sequence[Row]) -> dict[int, np.ndarray]:
-    """id of a sequence -> the places of its output ids in the columns."""
+    """id of a sequence -> the places of its sampled ids in the columns."""
     places = {}
     start = 0
     for row in rows:
-        end = start + row.sequence.num_output_tokens
-        places[id(row.sequence)] = np.arange(start, end)
-        start = end
+        places[id(row.sequence)] = start + np.flatnonzero(row.sequence.tokens["mask"])
+        start += row.sequence.num_output_tokens
     return places

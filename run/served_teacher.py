@@ -62,7 +62,7 @@ def sequences_of(micro: MicroBatch) -> tuple[list[list[int]], np.ndarray]:
     target_R = micro.target_R.cpu().numpy()
     seq_R = micro.seq_R.cpu().numpy()
     place_R = micro.position_T.cpu().numpy()[pos_R] + 1
-    bounds = micro.cu_seqlens
+    bounds = micro.layout.bounds
     sequences = []
     for seq in range(seq_R.max(initial=-1) + 1):
         rows = np.flatnonzero(seq_R == seq)
@@ -72,7 +72,7 @@ def sequences_of(micro: MicroBatch) -> tuple[list[list[int]], np.ndarray]:
         last = rows[place_R[rows].argmax()]
         segment = np.searchsorted(bounds, pos_R[last], side="right") - 1
         ids = token_T[bounds[segment] : pos_R[last] + 1].tolist()
-        prefix = micro.prefix_S[segment]
+        prefix = micro.layout.prefixes[segment]
         if prefix >= 0:
             ids = token_T[bounds[prefix] : bounds[prefix + 1]].tolist() + ids
         sequences.append([*ids, int(target_R[last])])

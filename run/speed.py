@@ -37,8 +37,8 @@ def train_flops(config: ModelConfig, micros: Iterable[MicroBatch], lora: LoRACon
     for micro in micros:
         flops += 2 * passes * num_weights * len(micro.token_T)
         flops += 3 * config.state_flops * len(micro.token_T)
-        lengths = np.diff(micro.cu_seqlens).tolist()
-        for length, prefix in zip(lengths, micro.prefix_S.tolist(), strict=True):
+        lengths = np.diff(micro.layout.bounds).tolist()
+        for length, prefix in zip(lengths, micro.layout.prefixes, strict=True):
             before = lengths[prefix] if prefix >= 0 else 0
             flops += 3 * (config.attention_flops(before + length) - config.attention_flops(before))
         passes_of_rows = len(micro.pos_R) + (passes - 1) * micro.num_grad_rows

@@ -152,8 +152,8 @@ def test_index_tensors_show_each_row_its_own_sequence(share_prefix):
 def naive_attention(qkv, micro, scale, window):
     """[T, N, H], by its words: each row alone, over the ids before it in its own sequence, in float64."""
     query_TNH, key_TNH, value_TNH = (x.repeat_interleave(4 // x.shape[1], dim=1) for x in qkv)
-    bounds, out = micro.cu_seqlens.tolist(), []
-    for segment, prefix in enumerate(micro.prefix_S.tolist()):
+    bounds, out = micro.layout.bounds, []
+    for segment, prefix in enumerate(micro.layout.prefixes):
         before = list(range(bounds[prefix], bounds[prefix + 1])) if prefix >= 0 else []
         for row in range(bounds[segment], bounds[segment + 1]):
             sequence = [*before, *range(bounds[segment], row + 1)]
@@ -170,7 +170,7 @@ def test_a_query_sees_a_window_of_its_own_sequence(window, scale, monkeypatch):
     prompt for the first two rows of a response; one of 20 is longer than some prompts, and shorter than others."""
     generator = torch.Generator().manual_seed(0)
     (micro,) = packs_of(groups_that_share_prompts(3), 4000, True)[:1]
-    lengths = np.diff(micro.cu_seqlens)
+    lengths = np.diff(micro.layout.bounds)
     assert micro.layout.key_rows and lengths.min() < 3 and lengths.max() > 20
     shapes = [(len(micro.token_T), heads, 8) for heads in (4, 2, 2)]
     qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]

@@ -11,7 +11,7 @@ from loop import CPU
 import config
 from base.system.ranks import Ranks
 from gap import mask_disagreements
-from pack import ROW_FIELDS, MicroBatch, finish_minibatches, make_minibatches
+from pack import finish_minibatches, make_minibatches
 from run.build import loss_path_of
 
 PACKS_OF_64 = {"sequence_packing": config.SequencePackingConfig(train_mb_tokens=64, share_prefix=False)}
@@ -53,7 +53,7 @@ def test_when_the_policy_is_scored_before_it_is_trained():
 
 def sequences(micro):
     """The input ids of each sequence of a pack."""
-    return [tuple(ids.tolist()) for ids in np.split(micro.token_T.numpy(), micro.cu_seqlens[1:-1])]
+    return [tuple(ids.tolist()) for ids in np.split(micro.token_T.numpy(), micro.layout.bounds[1:-1])]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16])
@@ -133,11 +133,10 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
     cfg = settings(loss_fn=loss_fn, policy=PACKS_OF_64)
     minibatches = with_logps(make_minibatches(samples, adv_B, cfg, rank(0), CPU))
     (minibatch,) = minibatches
-    names = [name for name in ROW_FIELDS if name.endswith("_R") and name != "share_R"]  # which comes with the counts
-    if not reference:
-        names.remove("ref_logp_R")
-        for micro in minibatch.micros:
+    for micro in minibatch.micros:
+        if not reference:
             micro.ref_logp_R = None
+    names = [name for name in row_fields(minibatch.micros[0]) if name != "tokens_R"]
 
     def rows(micro):
         return sorted(zip(*(getattr(micro, name).tolist() for name in names), strict=True))
@@ -154,10 +153,28 @@ def test_rows_with_a_gradient_come_first(step, one_rank, loss_fn, reference, mov
             assert (part.diff() > 0).all(), "within each part the order is that of the pack"
 
 
-def test_all_that_belongs_to_a_row_moves_with_it():
+def row_fields(micro):
+    """The names of what a micro-batch has of each of its rows."""
+    names = [field.name for field in fields(micro) if field.name.endswith(("_R", "_RJ"))]
+    return [name for name in names if getattr(micro, name) is not None]
+
+
+def test_all_that_belongs_to_a_row_moves_with_it(step, one_rank):
     """A field that `reorder` leaves behind would be another token's."""
-    moved = [*ROW_FIELDS, "tokens_R"]
-    assert sorted(moved) == sorted(field.name for field in fields(MicroBatch) if field.name.endswith(("_R", "_RJ")))
+    (minibatch,) = with_logps(make_minibatches(*step, settings(policy=PACKS_OF_64), rank(0), CPU))
+    (micro, *_) = minibatch.micros
+    micro.share_R, micro.ref_ids_RJ, micro.ref_logp_RJ = micro.old_logp_R, micro.pos_R[:, None], micro.adv_R[:, None]
+    names = row_fields(micro)
+    assert len(names) == 12
+    before = {name: getattr(micro, name) for name in names} | {"tokens_R": dict(micro.tokens_R)}
+    order_R = np.random.default_rng(0).permutation(len(micro.pos_R))
+    micro.reorder(order_R)
+    for name in names:
+        now, then = getattr(micro, name), before[name]
+        if name == "tokens_R":
+            assert len(now) > 2 and all(torch.equal(now[column], then[column][order_R]) for column in then)
+        else:
+            assert torch.equal(now, then[order_R])
 
 
 def test_masked_sequences_are_behind_the_rows_with_a_gradient(step, one_rank):

@@ -108,8 +108,8 @@ def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, shar
     num_sequences = 0
     for pack in packs:
         assert len(pack.token_T) == pack.cu_seqlens[-1] <= max_tokens and pack.cu_seqlens[0] == 0
-        names = ("pos_R", "target_R", "sampler_logp_R", "adv_R", "reward_R")
-        for row, *values in zip(*(getattr(pack, name).tolist() for name in names), strict=True):
+        columns = (pack.pos_R, pack.tokens_R["id"], pack.tokens_R["logp"], pack.adv_R, pack.reward_R)
+        for row, *values in zip(*(column.tolist() for column in columns), strict=True):
             ids, positions = context(pack, row)
             assert positions == list(range(len(ids)))
             packed.append((ids, *values))
@@ -117,7 +117,7 @@ def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, shar
         num_sequences += len(np.unique(pack.seq_R))
         kinds = dict.fromkeys("token_T position_T prefix_S pos_R seq_R".split(), np.int64) | {"tokens_R": TOKEN}
         kinds |= dict.fromkeys(("adv_R", "reward_R"), np.float32)
-        kinds |= dict.fromkeys(("cu_seqlens", "source_R"), np.int32)
+        kinds["cu_seqlens"] = np.int32
         assert {name: getattr(pack, name).dtype for name in kinds} == kinds
     expected = []
     for sample in samples:
@@ -139,13 +139,14 @@ def test_packs_hold_every_sampled_token_once_behind_its_context(max_tokens, shar
 def test_a_pack_says_which_ids_of_which_samples_it_holds(share_prefix):
     samples = random_groups(2)
     (share,) = assign_to_ranks(rows_of(samples), 1, 120, share_prefix)
-    tokens_M = np.concatenate([row.sequence.tokens for part in share for row in part])
     packs = pack_samples(share, 120)
     assert len(packs) > 2
     for pack in packs:
-        assert (tokens_M[pack.source_R] == pack.tokens_R).all()
-    held = np.sort(np.concatenate([pack.source_R for pack in packs]))
-    assert (held == np.flatnonzero(tokens_M["mask"])).all()
+        for number, sequence in enumerate(pack.sequences):
+            assert (pack.tokens_R[pack.seq_R == number] == sequence.tokens[sequence.tokens["mask"]]).all()
+        assert (np.diff(pack.seq_R) >= 0).all()
+    held = sorted(id(sequence) for pack in packs for sequence in pack.sequences)
+    assert held == sorted(id(sample.sequence) for sample in samples)
 
 
 def test_equal_shapes_lie_side_by_side():

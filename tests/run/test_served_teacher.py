@@ -124,7 +124,7 @@ def compare(url, folder, policy_folder, one_rank, top_k, limit):
         metrics, _ = train_once(policy, samples, adv_B, cfg, ranks_of_one, reference=reference)
         found.append((minibatch.micros, metrics))
     (in_memory, expected), (over_http, metrics) = found
-    assert len(in_memory) > 2 and any((micro.prefix_S >= 0).any() for micro in in_memory)
+    assert len(in_memory) > 2 and any(max(micro.layout.prefixes) >= 0 for micro in in_memory)
     for one, other in zip(in_memory, over_http, strict=True):
         torch.testing.assert_close(other.ref_logp_R, one.ref_logp_R, rtol=0, atol=limit)
         if top_k:

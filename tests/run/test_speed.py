@@ -18,7 +18,7 @@ from base.hf.folder import from_hf
 from head import HeadOptions, LossOptions
 from lora import LoRALinear, add_adapters
 from model import Decoder
-from pack import MicroBatch, Minibatch, Pack, finish_minibatches, make_minibatches
+from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from run.build import loss_path_of
 from run.speed import performance_metrics, train_flops
 
@@ -67,8 +67,8 @@ def pairs(minibatch):
     """Queries and keys, counted one by one: (that see each other, in the rectangles of segments)."""
     seen = full = 0
     for micro in minibatch.micros:
-        rows_S = np.split(np.arange(len(micro.token_T)), micro.cu_seqlens[1:-1])
-        for rows, prefix in zip(rows_S, micro.prefix_S.tolist(), strict=True):
+        rows_S = np.split(np.arange(len(micro.token_T)), micro.layout.bounds[1:-1])
+        for rows, prefix in zip(rows_S, micro.layout.prefixes, strict=True):
             keys = [*(rows_S[prefix] if prefix >= 0 else ()), *rows]
             full += len(rows) * len(keys)
             seen += sum(key <= row for row in rows for key in keys)
@@ -89,7 +89,7 @@ def test_flops_are_those_that_torch_counts(family, share_prefix, one_rank):
     assert train_flops(model.config, minibatch.micros) == matrices + per_pair * seen
     rows = sum(len(micro.pos_R) for micro in minibatch.micros)
     assert 0 < sum(micro.num_grad_rows for micro in minibatch.micros) < rows and len(minibatch.micros) > 2
-    assert any(micro.prefix_S.max() >= 0 for micro in minibatch.micros) == share_prefix
+    assert any(max(micro.layout.prefixes) >= 0 for micro in minibatch.micros) == share_prefix
 
 
 @pytest.mark.slow
@@ -114,11 +114,9 @@ def micro_of(length, head_rows=None, grad_rows=None):
     """A sequence alone. By default all of its rows reach the head, with a gradient."""
     rows = length if head_rows is None else head_rows
     tokens = torch.zeros(length, dtype=torch.int64)
-    bounds = {"cu_seqlens": np.int32([0, length]), "prefix_S": np.array([-1])}
-    of_rows = {f.name: torch.zeros(rows) for f in fields(Pack) if f.name.endswith("_R")}
-    rest = {"layout": PackLayout.of(*bounds.values(), length, CPU)}
-    rest |= {"mask_R": torch.ones(rows, dtype=torch.bool), "num_grad_rows": rows if grad_rows is None else grad_rows}
-    return MicroBatch(token_T=tokens, position_T=tokens, **bounds, **of_rows, **rest)
+    of_rows = {f.name: torch.zeros(rows) for f in fields(MicroBatch) if f.name.endswith("_R")}
+    layout, num_grad_rows = PackLayout.of([0, length], None, length, CPU), rows if grad_rows is None else grad_rows
+    return MicroBatch(tokens, tokens, layout, num_grad_rows=num_grad_rows, **of_rows)
 
 
 QWEN3_8B = {"model_type": "qwen3", "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151_936}
@@ -148,7 +146,7 @@ def test_a_window_bounds_attention_worked_out_by_hand():
 def test_a_window_reaches_into_the_prefix(window):
     """Against a count, one by one, of a prompt of 10 tokens and two responses."""
     one = from_hf(GEMMA3_1B | {"num_hidden_layers": 1, "sliding_window": window})
-    micro = replace(micro_of(17, 0, 0), cu_seqlens=np.int32([0, 10, 15, 17]), prefix_S=np.array([-1, 0, 0]))
+    micro = replace(micro_of(17, 0, 0), layout=PackLayout.of([0, 10, 15, 17], [-1, 0, 0], 17, CPU))
     seen = sum(min(position + 1, window) for position in (*range(10), *range(10, 15), *range(10, 12)))
     matrices = 6 * (2 * 1152 * 1024 + 2 * 1152 * 256 + 3 * 1152 * 6912) * 17
     assert train_flops(one, [micro]) == matrices + 12 * 4 * 256 * seen

@@ -148,9 +148,9 @@ def hashes_of(minibatches):
         for micro in minibatch.micros:
             content = hashlib.sha256(str(minibatch.num_input_tokens).encode())
             for field in fields(micro):
-                if field.name == "layout":  # of cu_seqlens and prefix_S
-                    continue
                 value = getattr(micro, field.name)
+                if field.name == "layout":
+                    value = {"bounds": value.bounds, "prefixes": value.prefixes, "experts": value.experts_TLA}
                 for part in value.values() if isinstance(value, dict) else [value]:
                     array = part.numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
                     content.update(f"{field.name} {array.dtype} {array.shape}".encode())
