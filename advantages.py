@@ -4,12 +4,14 @@ A step calls `shape_rewards`, `filter_overlong` and `step_advantages`, in this o
 turn, share an advantage. All statistics are over the whole step, on any number of ranks. docs/details.md has what
 other systems do.
 
-Dims: B samples of a step, G samples of a group, P rewards in the baseline of a sample.
+Dims: B samples of a step, P prompts, G samples of a group, M rewards in the baseline of a sample.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +21,16 @@ from config import ConfigError, GRPOConfig, LossConfig, RewardScalingConfig, Rew
 from records import Sample
 
 Parts = Mapping[str, Tensor]  # name of a part of the reward -> reward_B of that part
+
+
+class Rewarded(NamedTuple):
+    """What has an advantage of its own: a sample, or one of its turns. Tokens are trained ones."""
+
+    prompt: int
+    turn: int
+    reward: float
+    num_tokens: int
+    num_tokens_of_sample: int
 
 
 def shape_rewards(samples: Sequence[Sample], grpo: GRPOConfig, max_new_tokens: int) -> None:
@@ -89,15 +101,16 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
         if grpo.turn_level_advantages:
             rows += _rows_of_turns(sample)
         else:
-            rows.append((sample.prompt, 0, sample.grade.reward, sample.num_trained_tokens, sample.num_trained_tokens))
+            num_tokens = sample.num_trained_tokens
+            rows.append(Rewarded(sample.prompt, 0, sample.grade.reward, num_tokens, num_tokens))
     prompt_B, turn_B, reward_B, num_tokens_B, sample_tokens_B = map(torch.tensor, zip(*rows, strict=True))
     group_B = prompt_B * (turn_B.max() + 1) + turn_B
     parts = {}
     if grpo.adv_estimator.name == "gdpo":  # it alone needs the same parts from all environments of a batch
         parts = collect_reward_parts(graded)
     adv_B = estimate_advantages(reward_B, group_B, num_tokens_B, grpo, parts)
-    _, place_B, size_P = group_B.unique(return_inverse=True, return_counts=True)
-    is_alone_B = size_P[place_B] == 1
+    _, place_B, size_of_group = group_B.unique(return_inverse=True, return_counts=True)
+    is_alone_B = size_of_group[place_B] == 1
     adv_B[is_alone_B] = 0  # gdpo and reinforce_plus_plus whiten, which moves a 0
     weight_B = num_tokens_B
     if not loss_fn.token_level_loss:
@@ -116,15 +129,14 @@ def step_advantages(samples: list[Sample], grpo: GRPOConfig, loss_fn: LossConfig
     return result, metrics
 
 
-def _rows_of_turns(sample: Sample) -> list[tuple[int, int, float, int, int]]:
-    """For each turn (prompt, number of the turn, its reward, its trained tokens, those of the sample)."""
+def _rows_of_turns(sample: Sample) -> list[Rewarded]:
     num_tokens = {}
     for sequence in sample.sequences:
         num_tokens |= zip(sequence.turns, sequence.turn_tokens, strict=True)
     rows = []
     for turn, reward in enumerate(sample.grade.turn_rewards):
         num_trained = num_tokens[turn] if sample.num_trained_tokens > 0 else 0
-        rows.append((sample.prompt, turn, reward, num_trained, sample.num_trained_tokens))
+        rows.append(Rewarded(sample.prompt, turn, reward, num_trained, sample.num_trained_tokens))
     return rows
 
 
@@ -133,16 +145,6 @@ def estimate_advantages(
 ) -> Tensor:
     """adv_B in reward_B's dtype, by grpo.adv_estimator.name, clipped to [advantage_clip_low, advantage_clip_high].
 
-        grpo                  `group_advantages` (Shao et al. 2024)
-        gdpo                  `gdpo_advantages` of `parts` (Liu et al. 2026)
-        reinforce_plus_plus   the reward, minus the mean of its group if minus_baseline, whitened over the tokens of the
-                              step: a response counts in proportion to its length (Hu et al. 2025)
-        max_rl                `max_rl_advantages` (prime-rl's MaxRL)
-        opo                   `opo_advantages` (Hao et al. 2025)
-        gpg                   `gpg_advantages` (Chu et al. 2025)
-        pkpo                  `pkpo_advantages` (Walder and Karkhanis 2025)
-        grpo_passk            `grpo_passk_advantages` (Tang et al. 2025)
-
     reward_B: floating. group_B: the group of each sample, in any order. num_tokens_B: trained tokens of each sample.
     """
     estimator = grpo.adv_estimator
@@ -150,24 +152,37 @@ def estimate_advantages(
         adv_B = _by_group(reward_B, group_B, grpo)
     elif estimator.name == "gdpo":
         adv_B = gdpo_advantages(parts, group_B, grpo)
-    elif estimator.name == "reinforce_plus_plus":
+    elif estimator.name == "reinforce_plus_plus":  # a response counts in proportion to its length (Hu et al. 2025)
         adv_B = reward_B
         if estimator.minus_baseline:
             adv_B = group_advantages(reward_B, group_B, leave_one_out=False, normalize=False)
         adv_B = _whiten(adv_B, num_tokens_B)
     elif estimator.name == "max_rl":
-        adv_B = max_rl_advantages(reward_B, group_B)
+        adv_B = _for_each_group(max_rl_advantages, group_B, reward_B)
     elif estimator.name == "opo":
-        adv_B = opo_advantages(reward_B, group_B, num_tokens_B)
+        adv_B = _for_each_group(opo_advantages, group_B, reward_B, num_tokens_B)
     elif estimator.name == "gpg":
         adv_B = gpg_advantages(reward_B, group_B)
     elif estimator.name == "pkpo":
-        adv_B = pkpo_advantages(reward_B, group_B, estimator.pass_k)
+        adv_B = _for_each_group(partial(pkpo_advantages, pass_k=estimator.pass_k), group_B, reward_B)
     elif estimator.name == "grpo_passk":
-        adv_B = grpo_passk_advantages(reward_B, group_B, grpo.normalize_rewards)
+        of_group = partial(grpo_passk_advantages, normalize=grpo.normalize_rewards)
+        adv_B = _for_each_group(of_group, group_B, reward_B)
     else:
         raise AssertionError(f"grpo.adv_estimator.name={estimator.name}: estimate_advantages has no branch for it")
-    return _clip(adv_B, grpo)
+    return _clip(adv_B.to(reward_B.dtype), grpo)
+
+
+def _for_each_group(of_group: Callable[..., Tensor], group_B: Tensor, *numbers_B: Tensor) -> Tensor:
+    """adv_B, float64: of_group of the rewards of each group, and what else it reads of its samples; 0 in a group of
+    one."""
+    adv_B = torch.zeros(len(group_B), dtype=torch.float64, device=group_B.device)
+    for group in group_B.unique():
+        is_in_group_B = group_B == group
+        numbers_G = [x_B[is_in_group_B].double() for x_B in numbers_B]
+        if len(numbers_G[0]) > 1:
+            adv_B[is_in_group_B] = of_group(*numbers_G)
+    return adv_B
 
 
 def group_advantages(
@@ -189,27 +204,25 @@ def group_advantages(
     """
     assert reward_B.is_floating_point() and reward_B.shape == group_B.shape, (reward_B.dtype, group_B.shape)
     assert std in ("baseline", "group", "batch"), std
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        is_in_group_B = group_B == group
-        reward_G = reward_B[is_in_group_B].double()
+
+    def of_group(reward_G: Tensor) -> Tensor:
         size = len(reward_G)
-        if size == 1:
-            continue
-        baseline_GP = reward_G.expand(size, size)
+        baseline_GM = reward_G.expand(size, size)
         if leave_one_out:
             is_peer_GG = ~torch.eye(size, dtype=torch.bool, device=reward_G.device)
-            baseline_GP = baseline_GP[is_peer_GG].view(size, size - 1)
-        adv_G = reward_G - baseline_GP.mean(1)
+            baseline_GM = baseline_GM[is_peer_GG].view(size, size - 1)
+        adv_G = reward_G - baseline_GM.mean(1)
         if normalize and std == "group":
             adv_G = adv_G / (reward_G.std() + 1e-4)
-        elif normalize and std == "baseline" and baseline_GP.shape[1] > 1:
-            std_G = baseline_GP.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) is not
+        elif normalize and std == "baseline" and baseline_GM.shape[1] > 1:
+            std_G = baseline_GM.std(1)  # exactly 0 for equal rewards; sqrt(mean of squares - squared mean) is not
             is_spread_G = std_G > 0
             if leave_one_out:
                 std_G = std_G.clamp(min=std_floor * (reward_G.max() - reward_G.min()))
             adv_G = torch.where(is_spread_G, adv_G / (std_G + 1e-6), adv_G)
-        adv_B[is_in_group_B] = adv_G
+        return adv_G
+
+    adv_B = _for_each_group(of_group, group_B, reward_B)
     if normalize and std == "batch" and len(reward_B) > 1:
         adv_B /= reward_B.double().std() + 1e-4
     return adv_B.to(reward_B.dtype)
@@ -226,34 +239,21 @@ def _by_group(reward_B: Tensor, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     )
 
 
-def max_rl_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """(r - mean) / mean of the group, as in prime-rl's MaxRL: a problem that is seldom solved weighs more. For rewards
+def max_rl_advantages(reward_G: Tensor) -> Tensor:
+    """(r - mean) / mean, as in prime-rl's MaxRL: a problem that is seldom solved weighs more. For rewards
     of at least 0; a group whose mean is not above 0 has advantage 0.
 
     Example: rewards [1, 0, 0, 0] -> [3, -1, -1, -1]."""
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        is_in_group_B = group_B == group
-        reward_G = reward_B[is_in_group_B].double()
-        mean = reward_G.mean()
-        if mean > 0:
-            adv_B[is_in_group_B] = (reward_G - mean) / mean
-    return adv_B.to(reward_B.dtype)
+    mean = reward_G.mean()
+    return (reward_G - mean) / mean if mean > 0 else torch.zeros_like(reward_G)
 
 
-def opo_advantages(reward_B: Tensor, group_B: Tensor, num_tokens_B: Tensor) -> Tensor:
+def opo_advantages(reward_G: Tensor, length_G: Tensor) -> Tensor:
     """The reward minus the group's mean weighted by length, the baseline of least variance if the gradient's square
-    grows with the length (OPO, Hao et al. 2025; verl). num_tokens_B: trained tokens of each sample.
+    grows with the length (OPO, Hao et al. 2025; verl). length_G: trained tokens of each sample.
 
     Example: rewards [1, 0], lengths [1, 3] -> [.75, -.25]."""
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        is_in_group_B = group_B == group
-        reward_G = reward_B[is_in_group_B].double()
-        length_G = num_tokens_B[is_in_group_B].double()
-        baseline = (length_G * reward_G).sum() / length_G.sum().clamp(min=1)
-        adv_B[is_in_group_B] = reward_G - baseline
-    return adv_B.to(reward_B.dtype)
+    return reward_G - (length_G * reward_G).sum() / length_G.sum().clamp(min=1)
 
 
 def gpg_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ def gpg_advantages(reward_B: Tensor, group_B: Tensor) -> Tensor:
     return adv_B * (len(reward_B) / max(num_rewarded, 1))
 
 
-def pkpo_advantages(reward_B: Tensor, group_B: Tensor, pass_k: int) -> Tensor:
+def pkpo_advantages(reward_G: Tensor, pass_k: int) -> Tensor:
     """The gradient of pass@k, or of the best of k rewards: k times the mean, over the group's subsets of k samples that
     contain the sample, of what it adds to the best reward of the others.
 
@@ -275,40 +275,26 @@ def pkpo_advantages(reward_B: Tensor, group_B: Tensor, pass_k: int) -> Tensor:
     Example: pass_k 2, rewards [1, 0, 0, 0] -> [2, 0, 0, 0]; [1, 1, 0, 0] -> [4/3, 4/3, 0, 0], as in a third of the
     pairs the other sample is right, too."""
     assert pass_k >= 2, pass_k
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        is_in_group_B = group_B == group
-        reward_G = reward_B[is_in_group_B].double()
-        size = len(reward_G)
-        if size == 1:
-            continue
-        k = min(pass_k, size)
-        # The number of subsets in which the reward of this rank, from the lowest, is the best of the others.
-        num_subsets = [math.comb(rank, k - 2) for rank in range(size)]
-        share_G = [number / math.comb(size - 1, k - 1) for number in num_subsets]
-        gain_GG = (reward_G[:, None] - reward_G.sort().values).clamp(min=0)
-        adv_B[is_in_group_B] = k * gain_GG @ torch.tensor(share_G, dtype=torch.float64, device=reward_G.device)
-    return adv_B.to(reward_B.dtype)
+    size = len(reward_G)
+    k = min(pass_k, size)
+    # The number of subsets in which the reward of this rank, from the lowest, is the best of the others.
+    num_subsets = [math.comb(rank, k - 2) for rank in range(size)]
+    share_G = [number / math.comb(size - 1, k - 1) for number in num_subsets]
+    gain_GG = (reward_G[:, None] - reward_G.sort().values).clamp(min=0)
+    return k * gain_GG @ reward_G.new_tensor(share_G)
 
 
-def grpo_passk_advantages(reward_B: Tensor, group_B: Tensor, normalize: bool) -> Tensor:
+def grpo_passk_advantages(reward_G: Tensor, normalize: bool) -> Tensor:
     """For the best sample of a group what it adds to the second best reward, for all others 0 (Tang et al. 2025, verl):
     `pkpo_advantages` of pass@n for a group of n, divided by n. If `normalize`, it is divided by the group's standard
     deviation, plus 1e-6.
 
     Example: rewards [1, 0, 0, 0] -> [1, 0, 0, 0], normalized [2, 0, 0, 0]; [1, 1, 0, 0] -> 0."""
-    adv_B = torch.zeros_like(reward_B, dtype=torch.float64)
-    for group in group_B.unique():
-        is_in_group_B = group_B == group
-        reward_G = reward_B[is_in_group_B].double()
-        if len(reward_G) == 1:
-            continue
-        second, best = reward_G.sort().values[-2:]
-        gain = best - second
-        if normalize:
-            gain = gain / (reward_G.std() + 1e-6)
-        adv_B[is_in_group_B] = torch.where(reward_G == best, gain, 0.0)
-    return adv_B.to(reward_B.dtype)
+    second, best = reward_G.sort().values[-2:]
+    gain = best - second
+    if normalize:
+        gain = gain / (reward_G.std() + 1e-6)
+    return torch.where(reward_G == best, gain, 0.0)
 
 
 def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
@@ -326,7 +312,7 @@ def gdpo_advantages(parts: Parts, group_B: Tensor, grpo: GRPOConfig) -> Tensor:
     std = total_B.std()
     if std > 0:
         total_B /= std
-    return total_B.to(parts[names[0]].dtype)
+    return total_B
 
 
 def collect_reward_parts(samples: Sequence[Sample]) -> Parts:
@@ -382,18 +368,15 @@ def advantage_metrics(reward_B: Tensor, group_B: Tensor, adv_B: Tensor, grpo: GR
 
 
 def gradient_metrics(adv_B: Tensor, prompt_B: Tensor, weight_B: Tensor) -> dict[str, float]:
-    """advantage_abs_max; how many groups make the gradient, and the largest group's share, as if all tokens' gradients
-    had one length. weight_B: trained tokens if the loss is a mean over tokens, else a turn's share of its sample's
-    tokens."""
+    """advantage_abs_max; how many groups have a part of the gradient, and the share of the group with the largest part,
+    if every token's gradient had the same norm. weight_B: trained tokens if the loss is a mean over tokens, else a
+    turn's share of its sample's tokens."""
     abs_adv_B = adv_B.abs()
-    pull_B = (abs_adv_B * weight_B).float()
-    pull_P = torch.zeros(1 + int(prompt_B.max()), dtype=torch.float32)
-    pull_P.index_add_(0, prompt_B, pull_B)
-    largest_share = pull_P.max()
-    if pull_P.any():
-        largest_share = pull_P.max() / pull_P.sum()
+    part_P = torch.zeros(1 + int(prompt_B.max()), dtype=torch.float32)
+    part_P.index_add_(0, prompt_B, (abs_adv_B * weight_B).float())
+    largest_share = part_P.max() / part_P.sum().clamp(min=torch.finfo(torch.float32).tiny)
     return {
-        "gradient/num_groups": pull_P.count_nonzero().item(),
+        "gradient/num_groups": part_P.count_nonzero().item(),
         "gradient/largest_group_share": largest_share.item(),
         "advantage_abs_max": abs_adv_B.max().item(),
     }
