@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from base.inputs.mixing import Cursor, Mixture
-from base.system.exits import StopRun
-from config import Config, GRPOConfig
+from config import Config
 from metrics import Numbers
 from records import STEPS_BETWEEN_STOPS, Sample, SamplingOptions
 from rollout import Conversation, Sampler, State
@@ -93,19 +92,6 @@ def _is_missing(conversation: Conversation, sampler: Sampler) -> bool:
     if conversation.state in (State.ELSEWHERE, State.DONE):
         return False
     return conversation.request_id not in sampler.engine.unclaimed
-
-
-def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
-    """Raises StopRun if a token was not drawn from the newest weights, `version`, or from those of one of the max_age
-    steps before them."""
-    oldest = min(sample.oldest_version for sample in samples)
-    newest = max(sample.newest_version for sample in samples)
-    oldest_allowed = version - grpo.async_grpo.max_age
-    if oldest < oldest_allowed or newest > version:
-        raise StopRun(
-            f"samples are of weight versions {oldest} to {newest}; the oldest allowed is {oldest_allowed}, the trainer "
-            f"is at {version}: a sync is missing"
-        )
 
 
 def age_metrics(trained: Sequence[Sample], step: int, is_whole: dict[int, bool]) -> Numbers:

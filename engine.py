@@ -54,7 +54,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 
 class VLLMEngine:
-    """`records.Engine` by an in-process vLLM, awake or (CUDA only) asleep.
+    """`records.Engine`, which describes the methods, by an in-process vLLM, awake or (CUDA only) asleep.
 
     should_stop: whether to abort generation; all ranks of an engine must get the same answer (any_rank_of_engine).
     """
@@ -87,8 +87,8 @@ class VLLMEngine:
         self.weight_version = -1
         self.next_id = count()
         self.advances = count(1)
-        self.asleep_since = time.monotonic()
-        self.seconds_asleep = 0.0  # in all: a deadline that runs meanwhile does not count them
+        self.asleep_since = time.monotonic()  # for a wake that no sleep preceded
+        self.seconds_asleep = 0.0
         # Unfinished request -> [(weight version, number of its first token), ...]
         self.versions_by_request: dict[str, list[tuple[int, int]]] = {}
         self.unclaimed: dict[str, Completion] = {}  # finished, but not taken yet
@@ -199,17 +199,13 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
-        """Samples one completion per prompt; every rank of an engine must call it alike. In float32 on CPU a completion
-        depends on (weights, prompt, seed, options) only; bfloat16 and CUDA round differently in other batches. With
-        `may_stop`, raises Interrupted when should_stop says so. It preempts all running requests."""
+        """In bfloat16 and on CUDA a completion also depends on its batch, by rounding."""
         self.preempt()
         return self.wait(self.start(prompts, seeds, options), may_stop=may_stop)
 
     def start(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
-        """Queues a request for each prompt; returns the request ids, for `wait`. In an asynchronous run the lowest
-        priority number comes first."""
         assert self.weight_version >= 0, "start() before a sync(): the weights are dummies, or dropped by sleep()"
         request_ids = [str(next(self.next_id)) for _ in prompts]
         try:
@@ -252,52 +248,46 @@ class VLLMEngine:
             self.advance(requests, may_stop=may_stop)
         return [self.unclaimed.pop(request_id) for request_id in request_ids]
 
-    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
-        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that then end:
-        their completions are in `unclaimed`. Raises Interrupted as `generate` does, after aborting all requests."""
+    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> None:
         assert self.weight_version >= 0, "advance() before a sync(): the weights were dropped by sleep()"
         if next(self.advances) % STEPS_BETWEEN_STOPS == 0 and may_stop and self.should_stop():
             self.abort()
             raise Interrupted
-        ended = [request_id for request_id in self.step() if request_id in requests]
+        self.step()
         if self.is_idle:
             lost = [str(name) for request_id, name in requests.items() if request_id not in self.unclaimed]
             if lost:
                 some = "; ".join(lost[:3])
                 raise StopRun(f"the engine has lost {len(lost)} requests: {some}; resume from a checkpoint")
-        return ended
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends these requests, or all that are unfinished, without a completion."""
-        names = [*self.versions_by_request] if request_ids is None else request_ids
-        running = [name for name in names if name in self.versions_by_request]
-        if running and not self.is_idle:
-            self.llm.llm_engine.abort_request(running)
-        for name in names:
-            self.versions_by_request.pop(name, None)
-            self.unclaimed.pop(name, None)
+        if request_ids is None:
+            request_ids = [*self.versions_by_request]
+        unfinished = [name for name in request_ids if name in self.versions_by_request]
+        if unfinished and not self.is_idle:
+            self.llm.llm_engine.abort_request(unfinished)
+        for name in unfinished:
+            del self.versions_by_request[name]
+        for name in request_ids:
+            self.unclaimed.pop(name, None)  # one that has ended
 
     def ids_so_far(self) -> dict[str, list[int]]:
-        """What each unfinished request has sampled."""
         states = self.llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.token_ids for state in states}
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is unfinished."""
         return not self.llm.llm_engine.has_unfinished_requests()
 
-    def step(self) -> list[str]:
-        """Decodes a token of each running request. Returns the ids of the requests that end."""
+    def step(self) -> None:
         if self.is_idle:
-            return []
+            return
         with bfloat16_factors(self.dtype == torch.bfloat16 and not self.cuda):  # for the head's matmul
             ended = [output for output in self.llm.llm_engine.step() if output.finished]
         for output in ended:
             spans = self.versions_by_request.pop(output.request_id)
             experts_TLA = self._experts_of(output) if self.replayed_layers else None
             self.unclaimed[output.request_id] = completion_of(output.outputs[0], spans, experts_TLA)
-        return [output.request_id for output in ended]
 
     def _experts_of(self, output) -> np.ndarray:
         """`Completion.experts_TLA`. vLLM has rows of all layers, and on a CPU also of tokens in flight."""
@@ -306,7 +296,6 @@ class VLLMEngine:
         return reply.routed_experts[:num_inputs, self.replayed_layers]
 
     def preempt(self) -> None:
-        """Sends running requests back to the queue: what starts next with a lower priority number does not wait."""
         if self.versions_by_request:
             self._forget_cache()
 
@@ -316,10 +305,8 @@ class VLLMEngine:
             raise StopRun("vLLM did not drop its prefix cache, which comes from old weights: resume the run")
 
     def sync(self, weights: Weights, version: int) -> int:
-        """Streams the weights into the engine, in place. Drops old keys and values unless requests keep them.
-
-        Returns the bytes sent. Raises StopRun when the names are not exactly the engine's: vLLM itself would only warn.
-        """
+        """Drops old keys and values unless requests keep them. StopRun when the names are not exactly the engine's:
+        vLLM itself would only warn."""
         sent: dict[str, int] = {}
         if self.must_pack_experts:
             self.llm.apply_model(_pack_experts_anew)
@@ -362,8 +349,7 @@ class VLLMEngine:
                 yield "lm_head.weight", tensor
 
     def sleep(self, *, keep_weights: bool = False) -> None:
-        """Frees GPU memory for the trainer. The weights are dropped, and generate() refuses until the next sync sends
-        them. keep_weights: they move to host memory, for a wake without a sync. On CPU no memory is freed."""
+        """On a CPU no memory is freed."""
         if not keep_weights:
             self.weight_version = -1
         self.asleep_since = time.monotonic()
@@ -379,7 +365,6 @@ class VLLMEngine:
         self.llm.sleep(**options)
 
     def wake(self, part: str) -> None:
-        """`part`: "weights"; then, after a sync if they were dropped, "kv_cache"."""
         if self.cuda:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=[part])

@@ -6,7 +6,7 @@ sync missed, a stale cache, another temperature or vocabulary, a wrong kernel. T
 In examples/naive.py this is `old_logp_R=None,  # the weights that sampled are the weights that train: the ratio is 1`.
 
 The gap of a step is measured with the weights at its start, the newest. Without grpo.async_grpo, these weights drew all
-tokens of the step (`ahead.check_versions`). With it, some tokens are older, and only those of the newest weights are
+tokens of the step (`check_versions`). With it, some tokens are older, and only those of the newest weights are
 measured (`newest_tokens`). With old_logprobs=sampler, a later optimizer step of a rollout reports the gap of the first.
 
 The gap is measured
@@ -37,7 +37,7 @@ from loss import Max, Metrics, Sequences, extremes
 from metrics import Numbers, reduce_over_ranks, total_of
 from model import Decoder
 from pack import MicroBatch
-from records import Completion, Engine, SamplingOptions
+from records import Completion, Engine, Sample, SamplingOptions
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
@@ -47,32 +47,29 @@ LIKELY_CAUSES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """|sampler - trainer|, in nats, over the tokens of an optimizer step, all ranks together: mean and largest."""
-
-    mean: float
-    largest: float
-
-    @classmethod
-    def of(cls, numbers: Numbers) -> "Gap":
-        """The gap among reduced metrics."""
-        return cls(numbers["logp_gap_mean"], numbers["logp_gap_max"])
-
-    @property
-    def metrics(self) -> Numbers:
-        return {"logp_gap_mean": self.mean, "logp_gap_max": self.largest}
+def check_versions(samples: Sequence[Sample], version: int, grpo: GRPOConfig) -> None:
+    """Raises StopRun if a token was not drawn from the newest weights, `version`, or from those of one of the max_age
+    steps before them."""
+    oldest = min(sample.oldest_version for sample in samples)
+    newest = max(sample.newest_version for sample in samples)
+    oldest_allowed = version - grpo.async_grpo.max_age
+    if oldest < oldest_allowed or newest > version:
+        raise StopRun(
+            f"samples are of weight versions {oldest} to {newest}; the oldest allowed is {oldest_allowed}, the trainer "
+            f"is at {version}: a sync is missing"
+        )
 
 
 @dataclass(slots=True)
 class StepGap:
-    """The gap of a step with one or more optimizer steps: what each of these is judged by, and what is reported.
+    """The gap of a step with one or more optimizer steps: what each of these is judged by, and what is reported. A gap
+    is |sampler - trainer|, in nats, over tokens of all ranks: {logp_gap_mean, logp_gap_max}.
 
-    of_all: the gap of the weights at the start of the step, if it was measured before training. Otherwise each
-    optimizer step measures its own. first_is_for_all (old_logprobs=sampler): the first one counts for all, because the
-    next would compare with weights that have moved."""
+    of_all: the gap of the weights at the start of the step, if it was measured before training; {} where each optimizer
+    step measures its own. first_is_for_all (old_logprobs=sampler): the first one is then that of all, because the next
+    would compare with weights that have moved."""
 
-    of_all: Gap | None
+    of_all: Numbers
     first_is_for_all: bool
 
     @classmethod
@@ -80,25 +77,20 @@ class StepGap:
         """With async_grpo, measured on the tokens of the newest weights, from log-probabilities at the start of the
         step (old_logp_R); 0 if there are no such tokens. Without it, or without old_logp_R, training measures. A
         collective."""
-        of_all = None
+        of_all: Numbers = {}
         if cfg.grpo.async_grpo.max_age and micros[0].old_logp_R is not None:
             sums = total_of(gap_of_pack(micro, micro.old_logp_R, version, cfg.grpo) for micro in micros)
-            of_all = Gap.of(reduce_over_ranks(sums))
+            of_all = reduce_over_ranks(sums)
         return cls(of_all, first_is_for_all=cfg.loss_fn.old_logprobs == "sampler")
 
-    def judged(self, numbers: Numbers) -> Gap:
-        """The gap of an optimizer step with these reduced metrics."""
+    def of_optimizer_step(self, numbers: Numbers) -> Numbers:
+        """The gap of the next optimizer step, among its reduced metrics."""
         if self.of_all:
             return self.of_all
-        gap = Gap.of(numbers)
+        gap = {name: numbers[name] for name in ("logp_gap_mean", "logp_gap_max")}
         if self.first_is_for_all:
             self.of_all = gap
         return gap
-
-    @property
-    def metrics(self) -> Numbers:
-        """What is reported in place of the mean over optimizer steps; {} where that mean is right."""
-        return self.of_all.metrics if self.of_all else {}
 
 
 def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor | None:
@@ -119,14 +111,14 @@ def newest_tokens(micro: MicroBatch, version: int, grpo: GRPOConfig) -> Tensor |
 def gap_of_pack(micro: MicroBatch, logp_R: Tensor, version: int, grpo: GRPOConfig) -> Metrics:
     """The pack's part of the gap, by the reduction rule of loss.py. logp_R: from the forward that trains. If the pack
     has old_logp_R, these are compared instead, because the weights may have moved since. A token that top_p or top_k
-    cut then or now, whose log-probability is -inf, is not measured."""
+    cut at the start of the step or in this forward, whose log-probability is -inf, is not measured."""
     logp_at_start_R = logp_R if micro.old_logp_R is None else micro.old_logp_R
     is_kept_R = (logp_at_start_R != -torch.inf) & (logp_R != -torch.inf)
     measured_R = micro.mask_R & micro.sampler_logp_R.isfinite() & is_kept_R
     newest_R = newest_tokens(micro, version, grpo)
     if newest_R is not None:
         measured_R = measured_R & newest_R
-    # Without such a token, as in a minibatch of filtered samples, the gap is 0, and not the NaN of a mean over none.
+    # Where nothing is measured, as in a minibatch of filtered samples, the mean is 0: `judge_step` would refuse a NaN.
     count = measured_R.sum() + 1e-9
     gap_R = torch.where(measured_R, micro.sampler_logp_R - logp_at_start_R, 0.0).abs()
     largest = torch.cat([gap_R, gap_R.new_zeros(1)]).amax()
@@ -157,9 +149,8 @@ def seq_logp_error_mask(
 
     It is applied before the tokens and sequences of a step are counted, so it shrinks the counts, as in NeMo RL. A mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf). correct_R: nonzero where the reward is 1.
+    (old_logp_R is -inf). correct_R (bool): the reward is 1.
     """
-    mask_R = mask_R != 0
     valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -torch.inf)
     gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
     seqs = Sequences(seq_R, mask_R, gap_R.dtype)
@@ -175,22 +166,23 @@ def seq_logp_error_mask(
     num_lost = seqs.sum_over_sequences(lost_R)
     metrics["num_masked_seqs_by_logprob_error"] = num_lost
     metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
-    num_lost_correct = seqs.sum_over_sequences(lost_R * (correct_R != 0))
+    num_lost_correct = seqs.sum_over_sequences(lost_R * correct_R)
     metrics["masked_correct_pct"] = (num_lost_correct, num_lost)
     return kept_R, metrics
 
 
-def gap_problem(gap: Gap, num_nonfinite: float, limit: float | None) -> str | None:
-    """What is wrong with a step's gap, if anything. num_nonfinite: trained tokens whose sampler log-probability is not
-    finite. limit: grpo.logp_gap_limit; with None, no gap is a problem."""
+def gap_problem(gap: Numbers, num_nonfinite: float, limit: float | None) -> str | None:
+    """What is wrong with the gap of an optimizer step, if anything. num_nonfinite: trained tokens whose sampler
+    log-probability is not finite. limit: grpo.logp_gap_limit; with None, no gap is a problem."""
     if limit is None:
         return None
-    is_within = gap.mean <= limit  # NaN is not
+    is_within = gap["logp_gap_mean"] <= limit  # NaN is not
     if is_within and not num_nonfinite:
         return None
     return (
-        f"sampler and trainer disagree by {gap.mean:.4f} nats per token on average (max {gap.largest:.4f}; "
-        f"{num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); {LIKELY_CAUSES}"
+        f"sampler and trainer disagree by {gap['logp_gap_mean']:.4f} nats per token on average (max "
+        f"{gap['logp_gap_max']:.4f}; {num_nonfinite:.0f} non-finite sampler logps; grpo.logp_gap_limit={limit}); "
+        f"{LIKELY_CAUSES}"
     )
 
 
@@ -209,7 +201,8 @@ def judge_step(
     problems = []
     if not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm)):
         problems.append(f"loss {metrics['loss']} and gradient norm {grad_norm} must both be finite")
-    disagreement = gap_problem(gap.judged(metrics), metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
+    own_gap = gap.of_optimizer_step(metrics)
+    disagreement = gap_problem(own_gap, metrics["num_nonfinite_sampler_logp"], cfg.logp_gap_limit)
     if disagreement:
         problems.append(disagreement)
     if not problems:

@@ -43,12 +43,11 @@ import torch
 from torch import Tensor
 
 from advantages import step_advantages
-from ahead import check_versions
 from base.hf.weights import sync_weights
 from base.system.exits import Interrupted, StopRun, exit_process
 from base.system.optimizer import Optimizer
 from config import Config
-from gap import StepGap, check_canary, gap_of_pack, judge_step, mask_disagreements
+from gap import StepGap, check_canary, check_versions, gap_of_pack, judge_step, mask_disagreements
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, reduce_over_ranks, sample_metrics, total_of, training_metrics
@@ -165,7 +164,7 @@ def update(
         optimizer.zero_grad(set_to_none=True)
         sums_of_steps.append(sums)
     metrics = training_metrics(sums_of_steps, minibatches)
-    metrics |= gap.metrics
+    metrics |= gap.of_all  # in place of the mean over optimizer steps
     metrics |= bonus.metrics
     metrics["grad_norm"] = grad_norm  # of the last optimizer step, as the learning rate and num_bad_steps
     metrics["lr"] = optimizer.param_groups[0]["lr"]

@@ -175,13 +175,14 @@ class Engine(Protocol):
         """Queues a request for each prompt, and returns their ids. The lowest priority number comes first."""
         ...
 
-    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> list[str]:
-        """Decodes a token of each running request; returns those of `requests` (id -> name for errors) that then end.
-        Raises Interrupted as `generate` does, and StopRun where a request was lost."""
+    def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> None:
+        """`step`, on the way to the end of `requests` (id -> name for errors). Every STEPS_BETWEEN_STOPS calls it may
+        stop as `generate` does; it then aborts all requests before it raises. StopRun if nothing is left to decode and
+        a request has neither ended nor been taken."""
         ...
 
-    def step(self) -> list[str]:
-        """Decodes a token of each running request. Returns the ids of the requests that end."""
+    def step(self) -> None:
+        """Decodes a token of each running request. The completions of those that end are in `unclaimed`."""
         ...
 
     def ids_so_far(self) -> dict[str, list[int]]:

@@ -12,11 +12,10 @@ from tiny import VOCAB_SIZE
 
 import config
 import envs
-from ahead import check_versions
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from base.system.exits import Interrupted, StopRun
-from gap import check_canary
+from gap import check_canary, check_versions
 from head import HeadOptions, response_logps
 from kernels.filter import SamplingFilter
 from model import load_policy

@@ -13,11 +13,15 @@ from loss_cases import golden_batch, reduced
 import config
 from base.system.exits import StopRun
 from base.system.ranks import Ranks
-from gap import Gap, StepGap, gap_of_pack, gap_problem, judge_step, newest_tokens, seq_logp_error_mask
+from gap import StepGap, gap_of_pack, gap_problem, judge_step, newest_tokens, seq_logp_error_mask
 from pack import make_minibatches
 
 ASYNC = config.GRPOConfig(async_grpo=config.AsyncGRPOConfig(enabled=True))
 KEPT_CACHE = replace(ASYNC, async_grpo=replace(ASYNC.async_grpo, recompute_kv_cache_after_weight_updates=False))
+
+
+def gap_of(mean, largest):
+    return {"logp_gap_mean": mean, "logp_gap_max": largest}
 
 
 def gap_of_golden_batch(newest_R=None, **changed):
@@ -27,23 +31,23 @@ def gap_of_golden_batch(newest_R=None, **changed):
     pack = SimpleNamespace(mask_R=batch["mask_R"] != 0, **{name: batch[name] for name in names})
     ages = config.AsyncGRPOConfig(enabled=newest_R is not None, max_trajectory_age_steps=1)
     pack.version_R = torch.full_like(pack.seq_R, 7) if newest_R is None else 6 + newest_R.int()
-    return Gap.of(reduced(gap_of_pack(pack, batch["logp_R"].detach(), 7, config.GRPOConfig(async_grpo=ages))))
+    return reduced(gap_of_pack(pack, batch["logp_R"].detach(), 7, config.GRPOConfig(async_grpo=ages)))
 
 
 def test_the_gap_is_over_the_trained_tokens():
     gap = gap_of_golden_batch()
-    assert gap.mean == pytest.approx(0.5 / 5) and gap.largest == pytest.approx(0.3)
+    assert gap == pytest.approx(gap_of(0.5 / 5, 0.3))
 
 
 def test_a_minibatch_without_a_trained_token_has_no_gap():
     """All its samples were filtered: there is nothing to compare, and so no reason to stop."""
     gap = gap_of_golden_batch(mask_R=torch.zeros(6))
-    assert (gap.mean, gap.largest) == (0, 0) and gap_problem(gap, num_nonfinite=0, limit=1e-4) is None
+    assert gap == pytest.approx(gap_of(0, 0)) and gap_problem(gap, num_nonfinite=0, limit=1e-4) is None
 
 
 def test_without_old_log_probabilities_those_of_the_training_forward_are_compared():
     gap = gap_of_golden_batch(old_logp_R=None)
-    assert gap.mean == pytest.approx((0.1 + 0.1 + 0.5 + 0.1 + 0.7) / 5) and gap.largest == pytest.approx(0.7)
+    assert gap == pytest.approx(gap_of((0.1 + 0.1 + 0.5 + 0.1 + 0.7) / 5, 0.7))
 
 
 @pytest.mark.parametrize("name", ["logp_R", "old_logp_R", "sampler_logp_R"])
@@ -51,14 +55,14 @@ def test_a_token_without_a_log_probability_is_not_measured(name):
     """Cut by top_p or top_k on one side (-inf). The second token's gap is .1."""
     changed = golden_batch()[name].detach().clone()
     changed[1] = -math.inf
-    assert gap_of_golden_batch(**{name: changed}).mean == pytest.approx(0.4 / 4)
+    assert gap_of_golden_batch(**{name: changed})["logp_gap_mean"] == pytest.approx(0.4 / 4)
 
 
 def test_only_the_newest_tokens_count():
     gap = gap_of_golden_batch(newest_R=torch.tensor([True, False, False, True, False, True]))
-    assert gap.mean == pytest.approx(0.1 / 2) and gap.largest == pytest.approx(0.1)
+    assert gap == pytest.approx(gap_of(0.1 / 2, 0.1))
     nothing = gap_of_golden_batch(newest_R=torch.zeros(6, dtype=torch.bool))
-    assert (nothing.mean, nothing.largest) == (0, 0)
+    assert nothing == pytest.approx(gap_of(0, 0))
 
 
 @pytest.fixture
@@ -95,7 +99,7 @@ def test_the_gap_before_training_is_that_of_the_newest_tokens(micro):
     mean, largest, count = by_hand(micro, lambda row: row in newest[2:])
     assert 2 < count < len(micro.pos_R) - 2
     gap = gap_before_training(micro, ASYNC)
-    assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
+    assert gap == pytest.approx(gap_of(mean, largest))
 
 
 def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(micro):
@@ -104,24 +108,24 @@ def test_where_keys_and_values_were_kept_the_gap_is_that_of_whole_responses(micr
     mean, largest, count = by_hand(micro, lambda row: int(micro.seq_R[row]) not in old_seqs)
     assert 0 < count < int((micro.version_R == 4).sum())
     gap = gap_before_training(micro, KEPT_CACHE)
-    assert gap.mean == pytest.approx(mean) and gap.largest == pytest.approx(largest)
+    assert gap == pytest.approx(gap_of(mean, largest))
 
 
 def test_the_loss_measures_where_nothing_was_measured_before(micro):
-    assert gap_before_training(micro, config.GRPOConfig()) is None
+    assert gap_before_training(micro, config.GRPOConfig()) == {}
     assert newest_tokens(micro, 4, config.GRPOConfig()) is None
     micro.old_logp_R = None
-    assert gap_before_training(micro, ASYNC) is None
+    assert gap_before_training(micro, ASYNC) == {}
 
 
 @pytest.mark.parametrize(
     ("gap", "num_nonfinite", "limit", "is_problem"),
     [
-        (Gap(1e-3, 9.0), 0, 1e-3, False),
-        (Gap(1.1e-3, 1.1e-3), 0, 1e-3, True),
-        (Gap(math.nan, 0.0), 0, 1e-3, True),
-        (Gap(0.0, 0.0), 1, 1e-3, True),
-        (Gap(9.0, 9.0), 3, None, False),
+        (gap_of(1e-3, 9.0), 0, 1e-3, False),
+        (gap_of(1.1e-3, 1.1e-3), 0, 1e-3, True),
+        (gap_of(math.nan, 0.0), 0, 1e-3, True),
+        (gap_of(0.0, 0.0), 1, 1e-3, True),
+        (gap_of(9.0, 9.0), 3, None, False),
     ],
 )
 def test_the_limit(gap, num_nonfinite, limit, is_problem):
@@ -132,7 +136,7 @@ SOUND = {"loss": 0.1, "num_nonfinite_sampler_logp": 0.0, "one_pass_deviation_max
 
 
 def measured(mean, largest):
-    return StepGap(Gap(mean, largest), first_is_for_all=False)
+    return StepGap(gap_of(mean, largest), first_is_for_all=False)
 
 
 SMALL = measured(1e-6, 1e-5)
@@ -182,7 +186,8 @@ def test_without_a_limit_the_gap_is_only_logged():
 )
 def test_seq_logp_error_mask(threshold, kept):
     batch = golden_batch()
-    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("old_logp", "sampler_logp", "seq")}
+    rows["mask_R"] = batch["mask_R"] != 0
     rows["sampler_logp_R"][5] = math.nan  # masked
     mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
     assert mask_R.tolist() == [bool(k) for k in kept]
@@ -209,7 +214,8 @@ def test_seq_logp_error_mask(threshold, kept):
 def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
     batch = golden_batch()
     batch["sampler_logp_R"][4] = -math.inf
-    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("mask", "old_logp", "sampler_logp", "seq")}
+    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("old_logp", "sampler_logp", "seq")}
+    rows["mask_R"] = batch["mask_R"] != 0
     mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05, correct_R=torch.ones(6))
     assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
     assert float(metrics["min_seq_mult_prob_error"]) == 1

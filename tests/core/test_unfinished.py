@@ -12,13 +12,14 @@ from tiny import VOCAB_SIZE
 
 import engine as engine_module
 import envs
-from ahead import Ahead, age_metrics, check_versions
+from ahead import Ahead, age_metrics
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import full_tensors
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import StopRun
 from config import AsyncGRPOConfig, Config, DataConfig, GRPOConfig
+from gap import check_versions
 from head import HeadOptions, response_logps
 from model import load_policy
 from records import Problem, SamplingOptions

@@ -76,7 +76,6 @@ class FakeEngine:
             reason, versions = others or ("stop", np.resize(request[1], len(ids)))
             self.unclaimed[name] = Completion(make_tokens(ids, logp=logps, version=versions, mask=True), reason)
             self.ended[name] = self.ticks
-        return [name for name in requests if name in self.unclaimed]
 
     def preempt(self):
         pass
