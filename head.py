@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from config import ConfigError, LossConfig
-from kernels.chunks import LogitOptions, logit_chunks, write_gradients
+from kernels.chunks import logit_chunks, write_gradients
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from kernels.matmul import wide_dtype
 from loss import Max, Metrics, policy_loss

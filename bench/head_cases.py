@@ -16,7 +16,7 @@ from bench import peers
 from config import LossConfig
 from head import HeadOptions, LossOptions, LossPath, PolicyLoss, linear_loss
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.chunks import LogitOptions, logit_chunks, write_gradients
+from kernels.chunks import logit_chunks, write_gradients
+from kernels.logits import LogitOptions
 from kernels.matmul import wide_dtype
 
 

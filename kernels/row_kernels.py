@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.chunks import LogitChunk, LogitOptions
 from kernels.filter import CUT, mark_cut_targets_
+from kernels.logits import LogitChunk, LogitOptions
 
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
 CUT_LOGIT = tl.constexpr(CUT)

@@ -16,7 +16,7 @@ from base.system.ranks import start_process_group
 from config import LossConfig, SequencePackingConfig
 from head import HeadOptions, LossOptions, choose_loss_path, linear_loss
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from loss import policy_loss
 from model import Teacher, load_policy

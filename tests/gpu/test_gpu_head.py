@@ -9,7 +9,7 @@ from bench.head_cases import LOGP, OURS, OURS_SMALL, call, exact_part, heads, ma
 from config import LossConfig
 from head import HeadOptions, LossOptions, LossPath, linear_loss
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from loss import policy_loss
 

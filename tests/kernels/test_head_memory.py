@@ -9,7 +9,8 @@ from count_memory import LiveBytes
 
 from kernels import sizes
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions, logit_chunks
+from kernels.chunks import logit_chunks
+from kernels.logits import LogitOptions
 
 
 @pytest.mark.parametrize(("pack_rows", "same"), [(8192, True), (0, False)])

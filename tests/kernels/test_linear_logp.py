@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from base.system.ranks import start_process_group
 from kernels.backend import KernelBackend, choose_backend
-from kernels.chunks import LogitOptions, logit_chunks
+from kernels.chunks import logit_chunks
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from kernels.matmul import bfloat16_factors, mm_wide
 from kernels.reference import reference_logp

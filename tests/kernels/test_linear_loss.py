@@ -19,7 +19,7 @@ from config import LossConfig
 from head import DEVIATION, HeadOptions, LossOptions, LossPath, linear_loss, one_pass_problem
 from kernels import sizes
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from kernels.reference import reference_gradients, reference_logp
 from loss import policy_loss

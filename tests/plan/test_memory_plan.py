@@ -54,8 +54,8 @@ from config import (
 from head import HeadOptions, LossOptions, LossPath, linear_loss
 from kernels import sizes
 from kernels.backend import KernelBackend
-from kernels.chunks import LogitOptions
 from kernels.filter import SamplingFilter
+from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from loss import policy_loss
 
