@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import envs
 from advantages import filter_overlong, is_mixed, shape_rewards
@@ -30,6 +30,7 @@ from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions,
 if TYPE_CHECKING:
     from ahead import Ahead
     from base.agents.endpoint import Endpoint
+    from run.reward_model import RewardModel
     from run.split.generators import Generators
 
 Prompts = Sequence[tuple[int, Problem]]  # the number of each prompt, and its problem
@@ -60,7 +61,7 @@ class Conversation:
     def __init__(self, problem: Problem, prompt: int, index: int, options: SamplingOptions, seed_key: tuple, step: int):
         self.problem = problem
         self.options = options
-        self.seed_key = seed_key
+        self.key = (*seed_key, prompt, index)  # of its seeds
         self.step = step
         self.state = State.ELSEWHERE
         self.request_id = ""  # of the reply in progress, or the agent's rollout
@@ -142,20 +143,13 @@ class Conversation:
 def seed_of(conversation: Conversation) -> int:
     """The seed of the next reply. The number of the turn is part of it from the second turn on."""
     sample = conversation.sample
-    key = [*conversation.seed_key, sample.prompt, sample.index]
-    if sample.num_turns > 0:
-        key.append(sample.num_turns)
-    return sample_seed(*key)
+    if sample.num_turns == 0:
+        return sample_seed(*conversation.key)
+    return sample_seed(*conversation.key, sample.num_turns)
 
 
 def in_state(conversations: Sequence[Conversation], state: State) -> list[Conversation]:
     return [conversation for conversation in conversations if conversation.state is state]
-
-
-class RewardModel(Protocol):
-    """What the sampler needs of run.reward_model.RewardModel."""
-
-    def grade(self, samples: Sequence[Sample], engine: Engine) -> None: ...
 
 
 class Sampler(AbstractContextManager):
@@ -176,7 +170,7 @@ class Sampler(AbstractContextManager):
         max_turns: int = 1,
         max_error_fraction: float = 1.0,
         max_crashed_fraction: float = 1.0,
-        reward_model: RewardModel | None = None,
+        reward_model: "RewardModel | None" = None,
         endpoint: "Endpoint | None" = None,
         ahead: "Ahead | None" = None,
         stop: Callable[[], bool] = lambda: False,
@@ -239,15 +233,16 @@ class Sampler(AbstractContextManager):
 
     def _open_rollout(self, conversation: Conversation) -> None:
         """Opens the endpoint for a rollout, and starts the agent."""
-        problem, sample = conversation.problem, conversation.sample
-        key = (*conversation.seed_key, sample.prompt, sample.index)
+        problem = conversation.problem
         max_calls = self.environments[problem.env_name].cfg.max_calls
-        conversation.request_id, url = self.endpoint.open(key, conversation.options, conversation.step, max_calls)
+        conversation.request_id, url = self.endpoint.open(
+            conversation.key, conversation.options, conversation.step, max_calls
+        )
         conversation.state = State.WITH_AGENT
         self.rollouts[conversation.request_id] = conversation
         given = {
             "base_url": url,
-            "seed": sample_seed(*key),
+            "seed": sample_seed(*conversation.key),
             "is_validation": conversation.step == VALIDATION,
             "tools": problem.tools,
         }
@@ -327,14 +322,13 @@ class Sampler(AbstractContextManager):
     def _graded_together(self, conversations: list[Conversation]) -> list[list[Conversation]]:
         """The conversations in parts that their environment grades in one call: each conversation alone, or all of a
         prompt if the environment asks for whole groups."""
-        parts: dict[tuple[int, int], list[Conversation]] = defaultdict(list)
-        for conversation in conversations:
+
+        def part_of(conversation: Conversation) -> tuple[int, int]:
             sample = conversation.sample
-            key = (sample.prompt, sample.index)
-            if sample.env_name in self.grading.whole_groups:
-                key = (sample.prompt, 0)
-            parts[key].append(conversation)
-        return list(parts.values())
+            is_alone = sample.env_name not in self.grading.whole_groups
+            return sample.prompt, sample.index if is_alone else 0
+
+        return groups_of(conversations, part_of)
 
     def _take_replies(self, conversations: list[Conversation]) -> None:
         """Takes the replies that have ended."""

@@ -99,7 +99,7 @@ def put_in(fault: str) -> None:
         return conversations
 
     def converse(self, share):
-        if share and share[0].seed_key[1:] == (FAULT_STEP,):
+        if share and share[0].key[1:-2] == (FAULT_STEP,):
             go_wrong()
         return SAMPLE(self, share)
 
