@@ -1,6 +1,7 @@
 """Every key of a run's configuration: type, default, bounds, and below it the meaning that --help and errors show. A
 key of NeMo RL has its name, and its default in `grpo_math_1B.yaml` unless the meaning says otherwise. No torch."""
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ class DataError(ConfigError):
 
 def printable(line: str) -> str:
     """A line of a message, with escapes in place of control characters and line ends."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    escaped = [character if character.isprintable() else ascii(character).strip("'") for character in line]
+    return "".join(escaped)
 
 
 def shortened(value: Any) -> str:
@@ -196,10 +198,13 @@ class GRPOConfig(Section):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     def max_num_seqs(self, num_engines: int) -> int:
-        """The most samples in an engine at once: with async_grpo of a training batch, else of the largest; <= 1024."""
-        training = -(-self.prompts_per_batch // num_engines) * self.num_generations_per_prompt
-        validation = -(-self.max_val_samples // num_engines) * self.val_num_generations_per_prompt
-        return min(1024, training if self.async_grpo.enabled else max(training, validation))
+        """The most samples in an engine at once, <= 1024: with async_grpo those of a training batch, else those of the
+        larger of training batch and validation."""
+        most = math.ceil(self.prompts_per_batch / num_engines) * self.num_generations_per_prompt
+        if not self.async_grpo.enabled:
+            of_validation = math.ceil(self.max_val_samples / num_engines) * self.val_num_generations_per_prompt
+            most = max(most, of_validation)
+        return min(1024, most)
 
 
 class LossConfig(Section):
@@ -357,9 +362,10 @@ class DTensorConfig(Section):
     lora_cfg: LoRAConfig = LoRAConfig()
 
     def keeps_single_shard(self, num_trainers: int) -> bool:
-        """Whether the weights stay gathered for all packs of a phase where nobody knows a GPU's memory: those of a
-        single shard, unless LoRA has frozen them."""
-        return num_trainers == self.dp_replicate_size and not (self.cpu_offload or self.lora_cfg.enabled)
+        """Where nobody knows a GPU's memory: whether the weights stay gathered for all packs of a phase. Those of a
+        single shard do, unless LoRA has frozen them or host memory holds them."""
+        is_single_shard = num_trainers == self.dp_replicate_size
+        return is_single_shard and not (self.cpu_offload or self.lora_cfg.enabled)
 
 
 class SequencePackingConfig(Section):
@@ -530,8 +536,8 @@ class PolicyConfig(Section):
         return self.generation.vllm_cfg.precision or self.precision
 
     def pack_tokens(self, device_type: str) -> int:
-        """train_mb_tokens, or what its null means on "cpu", and at least on "cuda": at the start of a run
-        run.job.with_pack_tokens sets the number there."""
+        """train_mb_tokens. Where it is null: what that means on "cpu", and on "cuda" the least that it may mean;
+        run.job.with_pack_tokens sets the number at the start of a run."""
         default = 8192 if device_type == "cuda" else 2048
         return self.sequence_packing.train_mb_tokens or max(default, self.max_total_sequence_length)
 
