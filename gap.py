@@ -130,30 +130,23 @@ def mask_disagreements(micros: Sequence[MicroBatch], threshold: float) -> Number
     metrics of the mask. A collective."""
     parts = []
     for micro in micros:
-        micro.mask_R, metrics = seq_logp_error_mask(
-            micro.mask_R,
-            old_logp_R=micro.old_logp_R,
-            sampler_logp_R=micro.sampler_logp_R,
-            seq_R=micro.seq_R,
-            threshold=threshold,
-            correct_R=micro.reward_R == 1,  # of the shaped reward: with shaping, few are exactly 1
-        )
+        micro.mask_R, metrics = seq_logp_error_mask(micro, threshold)
         parts.append(metrics)
     return reduce_over_ranks(total_of(parts))
 
 
-def seq_logp_error_mask(
-    mask_R: Tensor, *, old_logp_R: Tensor, sampler_logp_R: Tensor, seq_R: Tensor, threshold: float, correct_R: Tensor
-) -> tuple[Tensor, Metrics]:
-    """mask_R (bool) without the sequences whose mean of exp(|sampler - old|) exceeds the threshold; metrics (NeMo RL).
+def seq_logp_error_mask(micro: MicroBatch, threshold: float) -> tuple[Tensor, Metrics]:
+    """The pack's mask_R without the sequences whose mean of exp(|sampler - old|) exceeds the threshold, and metrics
+    (NeMo RL).
 
     It is applied before the tokens and sequences of a step are counted, so it shrinks the counts, as in NeMo RL. A mask
     of importance weights does not. The mean skips tokens whose sampler logp is not finite, or that the filter cut
-    (old_logp_R is -inf). correct_R (bool): the reward is 1.
+    (old_logp_R is -inf).
     """
-    valid_R = mask_R & sampler_logp_R.isfinite() & (old_logp_R != -torch.inf)
-    gap_R = torch.where(valid_R, sampler_logp_R - old_logp_R, 0.0).abs()
-    seqs = Sequences(seq_R, mask_R, gap_R.dtype)
+    mask_R = micro.mask_R
+    valid_R = mask_R & micro.sampler_logp_R.isfinite() & (micro.old_logp_R != -torch.inf)
+    gap_R = torch.where(valid_R, micro.sampler_logp_R - micro.old_logp_R, 0.0).abs()
+    seqs = Sequences(micro.seq_R, mask_R, gap_R.dtype)
     num_valid_R = seqs.sum_for_each_token(valid_R.to(gap_R.dtype)).clamp(min=1)
     error_R = seqs.sum_for_each_token(torch.where(valid_R, gap_R.exp(), 0.0)) / num_valid_R
     kept_R = mask_R & (error_R <= threshold)
@@ -166,7 +159,8 @@ def seq_logp_error_mask(
     num_lost = seqs.sum_over_sequences(lost_R)
     metrics["num_masked_seqs_by_logprob_error"] = num_lost
     metrics["kept_fraction/seq_logprob_error"] = (kept_R.sum(), mask_R.sum())
-    num_lost_correct = seqs.sum_over_sequences(lost_R * correct_R)
+    is_correct_R = micro.reward_R == 1  # the shaped reward: with shaping, few are exactly 1
+    num_lost_correct = seqs.sum_over_sequences(lost_R * is_correct_R)
     metrics["masked_correct_pct"] = (num_lost_correct, num_lost)
     return kept_R, metrics
 

@@ -67,7 +67,8 @@ def parts_of(num_rows: int) -> list[slice]:
 
 
 def exact_logp(x: Inputs, rows: slice, dtype: torch.dtype) -> Tensor:
-    logp_C, _ = reference_logp(x.hidden_ND[rows].to(dtype), x.weight_VD.to(dtype), x.target_N[rows], vocab=x.vocab)
+    inputs = x.hidden_ND[rows].to(dtype), x.weight_VD.to(dtype), x.target_N[rows]
+    logp_C, _ = reference_logp(*inputs, LogitOptions(vocab=x.vocab))
     return logp_C
 
 
@@ -82,7 +83,7 @@ def exact_part(x: Inputs, rows: slice, computes: str) -> tuple[Tensor, Tensor, T
         assert ((ratio_C - 1).abs() < 0.19).all(), "a ratio near the clip"
         return -(x.adv_N[rows] * ratio_C).sum() / num_rows
 
-    return reference_gradients(loss_of, x.hidden_ND[rows], x.weight_VD, x.target_N[rows], vocab=x.vocab)
+    return reference_gradients(loss_of, x.hidden_ND[rows], x.weight_VD, x.target_N[rows], LogitOptions(vocab=x.vocab))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Two Triton kernels on rows of logits, and their launch. A program owns a row.
+"""Two Triton kernels on rows of logits, and the chunk that launches them. A program owns a row.
 
     z = logit / temperature      log p = z - logsumexp(z)      logp = log p at the target      H = -sum_j p_j log p_j
 
@@ -24,62 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.filter import CUT, mark_cut_targets_
-from kernels.logits import LogitChunk, LogitOptions
+from kernels.logits import LogitChunk
 
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
 CUT_LOGIT = tl.constexpr(CUT)
 LN2, LOG2_E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
-
-
-def row_stats(logits_CV: Tensor, target_C: Tensor, options: LogitOptions) -> Tensor:
-    """[4, C], of each row: logp, entropy, its largest logit m, and log2 of sum exp((logit - m) / temperature): exact,
-    however large logits are. logits_CV: float32, rows of a multiple of 16 elements in memory."""
-    num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
-    stats_4C = logits_CV.new_empty(4, num_rows)
-    row_stats_kernel[(num_rows,)](
-        logits_CV,
-        target_C,
-        stats_4C,
-        num_rows,
-        options.vocab,
-        row_stride,
-        1 / options.temperature,
-        **launch_options(row_stride),
-    )
-    return stats_4C
-
-
-def write_dlogits(
-    dlogits_CV: Tensor,
-    logits_CV: Tensor,
-    target_C: Tensor,
-    stats_4C: Tensor,
-    g_C: Tensor,
-    h_C: Tensor | None,
-    options: LogitOptions,
-) -> None:
-    """Writes dz of kernels/logp.py to dlogits_CV, which may be the first bytes of each row of logits_CV. stats_4C: of
-    `row_stats` on these logits. g_C, h_C: derivatives of the loss in logp and entropy; None: 0."""
-    num_rows, row_stride = len(logits_CV), logits_CV.stride(0)
-    has_entropy = h_C is not None
-    h_or_g_C = h_C if has_entropy else g_C  # the kernel does not read it without ENTROPY
-    has_cap = options.softcap is not None
-    dlogits_kernel[(num_rows,)](
-        logits_CV,
-        dlogits_CV,
-        target_C,
-        stats_4C,
-        g_C.contiguous(),
-        h_or_g_C.contiguous(),
-        num_rows,
-        options.vocab,
-        row_stride,
-        1 / options.temperature,
-        1 / options.softcap if has_cap else 1.0,
-        ENTROPY=has_entropy,
-        CAPPED=has_cap,
-        **launch_options(row_stride),
-    )
 
 
 def launch_options(row_stride: int) -> dict[str, int]:
@@ -90,19 +39,51 @@ def launch_options(row_stride: int) -> dict[str, int]:
 
 @dataclass(slots=True)
 class TritonChunk(LogitChunk):
-    """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes."""
+    """The buffer holds float32 logits of all columns, then dz: 16-bit dz fills the first half of each row's bytes. Its
+    rows are a multiple of 16 elements in memory."""
 
-    stats_4C: Tensor = field(init=False)  # of `row_stats`
+    # Of each row: logp, entropy, its largest logit m, and log2 of sum exp((logit - m) / temperature): exact, however
+    # large logits are.
+    stats_4C: Tensor = field(init=False)
 
     def logp_and_entropy(self) -> Tensor:
-        self.stats_4C = row_stats(self.logits_CV, self.target_C, self.options)
+        num_rows, row_stride = len(self.logits_CV), self.logits_CV.stride(0)
+        self.stats_4C = self.logits_CV.new_empty(4, num_rows)
+        row_stats_kernel[(num_rows,)](
+            self.logits_CV,
+            self.target_C,
+            self.stats_4C,
+            num_rows,
+            self.options.vocab,
+            row_stride,
+            1 / self.options.temperature,
+            **launch_options(row_stride),
+        )
         mark_cut_targets_(self.stats_4C[0])
         return self.stats_4C[:2]
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:
-        num_columns = self.logits_CV.shape[1]
+        num_rows, num_columns = self.logits_CV.shape
+        row_stride = self.logits_CV.stride(0)
         dlogits_CV = self.logits_CV.view(self.dtype)[:, :num_columns]
-        write_dlogits(dlogits_CV, self.logits_CV, self.target_C, self.stats_4C, g_C, h_C, self.options)
+        softcap = self.options.softcap
+        h_or_g_C = g_C if h_C is None else h_C  # the kernel does not read it without ENTROPY
+        dlogits_kernel[(num_rows,)](
+            self.logits_CV,
+            dlogits_CV,
+            self.target_C,
+            self.stats_4C,
+            g_C.contiguous(),
+            h_or_g_C.contiguous(),
+            num_rows,
+            self.options.vocab,
+            row_stride,
+            1 / self.options.temperature,
+            1 / softcap if softcap else 1.0,
+            ENTROPY=h_C is not None,
+            CAPPED=softcap is not None,
+            **launch_options(row_stride),
+        )
         return dlogits_CV
 
 

@@ -186,10 +186,10 @@ def test_without_a_limit_the_gap_is_only_logged():
 )
 def test_seq_logp_error_mask(threshold, kept):
     batch = golden_batch()
-    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("old_logp", "sampler_logp", "seq")}
-    rows["mask_R"] = batch["mask_R"] != 0
-    rows["sampler_logp_R"][5] = math.nan  # masked
-    mask_R, metrics = seq_logp_error_mask(**rows, threshold=threshold, correct_R=torch.tensor([0, 0, 0, 1, 1, 1]))
+    micro = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0})
+    micro.sampler_logp_R[5] = math.nan  # masked
+    micro.reward_R = torch.tensor([0, 0, 0, 1, 1, 1])
+    mask_R, metrics = seq_logp_error_mask(micro, threshold)
     assert mask_R.tolist() == [bool(k) for k in kept]
     errors = [(math.exp(0.1) + math.exp(0.1) + 1) / 3, (1 + math.exp(0.3)) / 2]  # 1.070, 1.175
     left = errors[: {5: 2, 3: 1, 0: 0}[sum(kept)]]
@@ -205,8 +205,8 @@ def test_seq_logp_error_mask(threshold, kept):
         "masked_correct_pct": [0.5, 1, math.nan][len(left)],
     }
     assert reduced(metrics) == pytest.approx(want, rel=1e-6, nan_ok=True)
-    rows["old_logp_R"][0] = -math.inf  # cut by the filter: 1.052 of the two others, and the threshold is for these
-    mask_R, of_cut = seq_logp_error_mask(**rows, threshold=1.06, correct_R=torch.ones(6))
+    micro.old_logp_R[0] = -math.inf  # cut by the filter: 1.052 of the two others, and the threshold is for these
+    mask_R, of_cut = seq_logp_error_mask(micro, 1.06)
     assert mask_R.tolist() == [True] * 3 + [False] * 3
     assert reduced(of_cut)["min_seq_mult_prob_error"] == pytest.approx((math.exp(0.1) + 1) / 2)
 
@@ -214,8 +214,8 @@ def test_seq_logp_error_mask(threshold, kept):
 def test_seq_logp_error_drops_a_sequence_by_its_finite_tokens():
     batch = golden_batch()
     batch["sampler_logp_R"][4] = -math.inf
-    rows = {f"{name}_R": batch[f"{name}_R"] for name in ("old_logp", "sampler_logp", "seq")}
-    rows["mask_R"] = batch["mask_R"] != 0
-    mask_R, metrics = seq_logp_error_mask(**rows, threshold=1.05, correct_R=torch.ones(6))
+    micro = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0})
+    micro.reward_R = torch.ones(6)
+    mask_R, metrics = seq_logp_error_mask(micro, 1.05)
     assert mask_R.tolist() == [False, False, False, True, True, False]  # the second's other token has error 1
     assert float(metrics["min_seq_mult_prob_error"]) == 1

@@ -21,6 +21,7 @@ from config import ConfigError, LossConfig
 from head import DEVIATION, HeadOptions, LossOptions, choose_loss_path, linear_loss, one_pass_problem
 from kernels import sizes
 from kernels.backend import KernelBackend
+from kernels.logits import LogitOptions
 from kernels.reference import reference_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def oracle(policy_loss, hidden_RD, weight_VD, target_R, pack):
     def loss_of(logp_R, entropy_R):
         return policy_loss(logp_R, entropy_R=entropy_R, **pack)[0]
 
-    *_, grad_hidden, grad_weight = reference_gradients(loss_of, hidden_RD, weight_VD, target_R, temperature=0.7)
+    *_, grad_hidden, grad_weight = reference_gradients(loss_of, hidden_RD, weight_VD, target_R, LogitOptions(0.7))
     return grad_hidden, grad_weight
 
 

@@ -129,10 +129,9 @@ def of_tokens():
     names["by_seq"] = lambda x: np.array([x[seq == number].mean() for number in np.unique(seq)])
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
     _, metrics = policy_loss(**batch | counts, cfg=LOSS)
-    pack = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0})
+    pack = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0, "reward_R": batch["mask_R"]})
     metrics |= gap_of_pack(pack, batch["logp_R"], 0, GRPOConfig())
-    options = {"old_logp_R": batch["old_logp_R"], "sampler_logp_R": batch["sampler_logp_R"], "seq_R": batch["seq_R"]}
-    _, masked = seq_logp_error_mask(batch["mask_R"], **options, threshold=THRESHOLD, correct_R=batch["mask_R"])
+    _, masked = seq_logp_error_mask(pack, THRESHOLD)
     return names, derived_metrics(reduce_over_ranks(metrics | masked))
 
 

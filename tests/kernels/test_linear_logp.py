@@ -51,7 +51,7 @@ def oracle(hidden_TD, weight_VD, target_T, temperature=1.0):
 
 
 def reference(hidden_TD, weight_VD, target_T, temperature=1.0):
-    return reference_logp(hidden_TD, weight_VD, target_T, temperature=temperature)
+    return reference_logp(hidden_TD, weight_VD, target_T, LogitOptions(temperature))
 
 
 def relative(got, want):

@@ -87,7 +87,7 @@ class Case:
         self.target = torch.randint(V, (R,), generator=self.generator).to(DEVICE)
         self.target[:1], self.target[1:2] = V - 1, 0  # first and last column
         self.inputs = (self.hidden.double(), self.weight.double(), self.target)
-        self.logp, self.entropy = reference_logp(*self.inputs, temperature=temperature)
+        self.logp, self.entropy = reference_logp(*self.inputs, LogitOptions(temperature))
         ratio = torch.tensor([1.5, 1.5, 1.0, 0.5, 1.0, 0.7, 0.9, 1.1, 1.25, 3.3])
         adv = torch.tensor([1.0, -0.7, 0.5, -2.1, 0.0, 0.8, -1.2])
         turn = torch.arange(R) + seed
@@ -118,7 +118,7 @@ class Case:
         def loss_of(logp_R, entropy_R):
             return policy_loss(logp_R, entropy_R=entropy_R, **pack)[0]
 
-        return reference_gradients(loss_of, *self.inputs, temperature=self.temperature, **options)
+        return reference_gradients(loss_of, *self.inputs, LogitOptions(self.temperature, **options))
 
     def run(self, cfg, path, *, has_old=True, num_grad_rows=None, hidden=None, weight=None, pack=None, **changed):
         """(loss, metrics, logp, entropy) of linear_loss: the last two as policy_loss saw them last."""
@@ -335,7 +335,9 @@ def test_a_loss_that_couples_tokens_is_found_out(monkeypatch, path, coupled):
     def coupled_loss(logp_R, entropy_R, with_metrics):
         return coupled(logp_R), {"loss": coupled(logp_R).detach()}
 
-    *_, want_hidden, want_weight = reference_gradients(lambda logp_R, _: coupled(logp_R), *case.inputs, temperature=0.7)
+    *_, want_hidden, want_weight = reference_gradients(
+        lambda logp_R, _: coupled(logp_R), *case.inputs, LogitOptions(0.7)
+    )
     for rows, holds in ((64, True), (16, False)):
         monkeypatch.setitem(sizes.TORCH_CHUNK_ELEMENTS, DEVICE, rows * 37)
         sized = replace(path, backend=KernelBackend(path.backend.name, rows), temperature=0.7)
