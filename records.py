@@ -160,54 +160,43 @@ class Engine(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no request is unfinished."""
-        ...
 
     def generate(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, *, may_stop: bool = True
     ) -> list[Completion]:
         """A completion of each prompt, before all that is running. In float32 on a CPU it depends on (weights, prompt,
         seed, options) only. With `may_stop`, raises Interrupted when should_stop says so."""
-        ...
 
     def start(
         self, prompts: Sequence[list[int]], seeds: Sequence[int], options: SamplingOptions, priority: int = 0
     ) -> list[str]:
         """Queues a request for each prompt, and returns their ids. The lowest priority number comes first."""
-        ...
 
     def advance(self, requests: Mapping[str, object], *, may_stop: bool = True) -> None:
         """`step`, on the way to the end of `requests` (id -> name for errors). Every STEPS_BETWEEN_STOPS calls it may
         stop as `generate` does; it then aborts all requests before it raises. StopRun if nothing is left to decode and
         a request has neither ended nor been taken."""
-        ...
 
     def step(self) -> None:
         """Decodes a token of each running request. The completions of those that end are in `unclaimed`."""
-        ...
 
     def ids_so_far(self) -> dict[str, list[int]]:
         """What each unfinished request has sampled."""
-        ...
 
     def preempt(self) -> None:
         """Sends running requests back to the queue: what starts next with a lower priority number does not wait."""
-        ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Ends these requests, or all that are unfinished, without a completion."""
-        ...
 
     def sync(self, weights: Weights, version: int) -> int:
         """Takes the weights, in place; what starts from now on is drawn from them. Returns the bytes received."""
-        ...
 
     def sleep(self, *, keep_weights: bool = False) -> None:
         """Frees GPU memory for the trainer. The weights are dropped, or with keep_weights move to host memory."""
-        ...
 
     def wake(self, part: str) -> None:
         """Takes memory back for `part`: "weights"; then, after a sync if they were dropped, "kv_cache"."""
-        ...
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -483,24 +483,22 @@ def sample_step(
     return StepSamples(draw.chosen, draw.generated, draw.cursor, metrics)
 
 
+@dataclass(slots=True)
 class StepDraw:
     """The samples of a step while it draws them. generated: all. waiting: groups that the step can still choose.
     chosen: copies of the samples chosen last, of which num_overlong are filtered. cursor: after all drawn prompts."""
 
-    def __init__(
-        self, sampler: "Sampler | Generators", cfg: Config, mixture: Mixture, cursor: Cursor, step: int, num_steps: int
-    ):
-        self.sampler = sampler
-        self.cfg = cfg
-        self.mixture = mixture
-        self.cursor = cursor
-        self.step = step
-        self.num_steps = num_steps
-        self.num_batches = 0
-        self.generated: list[Sample] = []
-        self.waiting: list[list[Sample]] = []
-        self.chosen: list[Sample] = []
-        self.num_overlong = 0
+    sampler: "Sampler | Generators"
+    cfg: Config
+    mixture: Mixture
+    cursor: Cursor
+    step: int
+    num_steps: int
+    num_batches: int = 0
+    generated: list[Sample] = field(default_factory=list)
+    waiting: list[list[Sample]] = field(default_factory=list)
+    chosen: list[Sample] = field(default_factory=list)
+    num_overlong: int = 0
 
     def choose(self) -> None:
         """Chooses the groups that have waited longest. Raises StopRun if there are too few."""
