@@ -1,6 +1,6 @@
 """How fast a step was: its FLOPs against torch's counter and by hand; rates, utilisation."""
 
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def micro_of(length, head_rows=None, grad_rows=None):
     """A sequence alone. By default all of its rows reach the head, with a gradient."""
     rows = length if head_rows is None else head_rows
     tokens = torch.zeros(length, dtype=torch.int64)
-    of_rows = {f.name: torch.zeros(rows) for f in fields(MicroBatch) if f.name.endswith("_R")}
+    of_rows = {f.name: torch.zeros(rows) for f in fields(MicroBatch) if f.name.endswith("_R") and f.default is MISSING}
     layout, num_grad_rows = PackLayout.of([0, length], None, length, CPU), rows if grad_rows is None else grad_rows
     return MicroBatch(tokens, tokens, layout, num_grad_rows=num_grad_rows, **of_rows)
 
