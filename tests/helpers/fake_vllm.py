@@ -196,6 +196,9 @@ class FusedNames:
         """The engine widens it to float32; here all is float64."""
         return SimpleNamespace(float=lambda: None)
 
+    def named_buffers(self):
+        return ()
+
     def named_parameters(self):
         for name, param in self.model.named_parameters():
             if any(part in name for parts in FUSED.values() for part in parts[1:]):
