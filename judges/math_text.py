@@ -69,16 +69,19 @@ _CLOSING = re.compile(r"\\end|\\?[})\]]")
 
 _LISTED = re.compile(r"[,;\[]|(?<![a-zA-Z\\])(?:or|and|if|for|when)(?![a-zA-Z])|\\(?:\{|to|implies|in)(?![a-z])")
 _BEHIND = r"(?P<rest>.*?\S)\s*[,;]?\s*(?:\(\s*)?"  # what stands before a domain, which may have brackets
-_VARIABLE = r"(?P<name>\\?[a-zA-Z]+)"
+_LETTERS = r"\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?"
+_VARIABLE = rf"(?P<name>{_LETTERS})"
 _PLACE = re.compile(rf"{_BEHIND}(?:at|when)\s+{_VARIABLE}\s*(?P<domain>=\s*-?[\w./]+)\s*\)?")
 _KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|integers?|numbers?|values of|constants?)"
 _FOR = rf"(?:for|where|with|provided(?: that)?|\\forall)(?: (?:all|any|every|each|some))?(?: {_KINDS})*"
 _CONSTANT = rf"is (?:an?|any) (?:arbitrary |{_KINDS} )*(?:constant|integer|number)"
+_SEVERAL = rf"(?P<name>{_LETTERS}(?:(?:\s*,\s*(?:and )?| and ){_LETTERS})+)"
 _DOMAINS = [
     re.compile(rf"{_BEHIND}(?:{_FOR})?\s*{_VARIABLE}\s*(?P<domain>{domain})\s*\)?")
     for domain in (r"\\in\s*\\mathbb\s*\{[A-Z]\}(?:[\^_]\{?[+*\d]\}?)?", r"(?:\\ge|\\ne|>)\s*-?\d{1,3}", _CONSTANT)
 ] + [
     re.compile(rf"{_BEHIND}(?:for (?:all|any|every|each|some)|\\forall)(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?"),
+    re.compile(rf"{_BEHIND}where {_SEVERAL}\s*(?P<domain>are(?: any| arbitrary| {_KINDS})+)\s*\)?"),
     _PLACE,
 ]
 
@@ -101,12 +104,18 @@ def without_domain(text: str) -> tuple[str, str]:
         match = pattern.fullmatch(text)
         if match is None or LESS.search(match["rest"]) or _LISTED.search(match["rest"]):
             continue
-        runs = re.findall(r"\\?[a-zA-Z]+?(?=e\^)|\\?[a-zA-Z]+", match["rest"])  # Ce^x has a C
-        is_held = any(match["name"] == run or (match["name"] in run and not is_word(run)) for run in runs)
+        names = re.split(r",\s*(?:and )?| and ", match["name"])
+        is_held = all(_holds(match["rest"], name.strip()) for name in names)
         is_place = pattern is _PLACE
         if is_held != is_place:
             return match["rest"].strip(), squeeze(f"{match['name']} {match['domain']}")
     return text, ""
+
+
+def _holds(formula: str, name: str) -> bool:
+    """Whether a formula has a variable of this name, alone or in a product: Ce^x has a C."""
+    runs = re.findall(rf"\\?[a-zA-Z]+?(?=e\^)|{_LETTERS}", formula)
+    return any(name == run or (name in run and not is_word(run)) for run in runs)
 
 
 def squeeze(text: str) -> str:
