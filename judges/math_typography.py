@@ -106,6 +106,14 @@ def _system(text: str) -> str | None:
     return joined.replace(", =", " =")  # a step of the same equation
 
 
+def _reals(match: re.Match) -> str:
+    """All real numbers, or all except those of a list."""
+    if match["out"] is None:
+        return r"\mathbb{R}"
+    out = re.sub(r",? (?:and|or) (?:[a-z] ?= ?)?", ", ", match["out"])
+    return rf"\mathbb{{R}} \setminus \{{{out}\}}"
+
+
 def _compiled(rewrites: tuple) -> list[tuple]:
     return [(re.compile(pattern), new) for pattern, new in rewrites]
 
@@ -166,7 +174,7 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
         (r"\s+\^", "^"),
         (r"(?i)^\s*([-+]?)\s*infinity\s*$", r"\1\\infty"),
-        (r"(?i)^\s*all real(?: number)?s\s*$", r"\\mathbb{R}"),
+        (r"(?i)^\s*all real(?: number)?s\b(?:,? except (?:for )?(?:[a-z] ?= ?)?(?P<out>.+))?\s*$", _reals),
         (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
