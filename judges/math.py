@@ -346,6 +346,8 @@ def _same(one: str, other: str) -> bool:
     if is_chain != bool(LESS.search(other)):
         one = interval
         other = other_interval
+    elif is_chain and ("|" in one) != ("|" in other) and _letters(one) == _letters(other):
+        return same_formula(_as_union(one), _as_union(other))
     elif is_chain and not LESS.search(interval) and not LESS.search(other_interval):
         if _letters(one) == _letters(other):
             return _same(interval, other_interval)
@@ -376,8 +378,13 @@ def _is_same_graph(read: Reading, other: Reading) -> bool:
     return len(primes) == 1 and "x" in _letters(read.value) & _letters(other.value)
 
 
+def _as_union(text: str) -> str:
+    """`x < 1 or x > 2` as intervals; an inequality with bars as it is."""
+    return r"\cup ".join(map(as_interval, _OR.split(text)))
+
+
 def _letters(text: str) -> set[str]:
-    return {*_LETTER.findall(re.sub("(?<![a-zA-Z])and(?![a-zA-Z])", " ", text))}
+    return {*_LETTER.findall(re.sub("(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])", " ", text))}
 
 
 def _same_choices(choice: re.Match, other: re.Match) -> bool:

@@ -51,6 +51,14 @@ x^2+C <- x^2+C, \text{ where } C \text{ is a constant} | x^2+C \text{ for any co
 3k+1, k\in\mathbb{Z} <- 3k+1 | 3k+1 \text{ where } k \in \mathbb{Z}
 x = n\pi, n \in \mathbb{Z} <- x = n\pi \text{ for } n \in \mathbb{Z}
 x = n\pi, n \in \mathbb{Z} <- x=n\pi | n\pi | x = \pi n, n \in \mathbb{Z} | 2^n \text{ for all } n\ge 1 <- 2^n
+A\cos x+B\sin x <- A\cos x+B\sin x, \text{ where } A \text{ and } B \text{ are constants}
+C_1e^x+C_2e^{-x} <- C_1e^x+C_2e^{-x}, \text{ where } C_1 \text{ and } C_2 \text{ are arbitrary constants}
+Ae^x+Be^{-x} \text{ where A, B are constants} <- Ae^x+Be^{-x} | ax+b <- ax+b where a and b are real numbers
+\text{all real numbers except } x=2 <- x\ne 2 | (-\infty,2)\cup(2,\infty) | \mathbb{R}\setminus\{2\}
+\mathbb{R}\setminus\{0,1\} <- \text{all reals except 1 and 0}
+\mathbb{R}\setminus\{0,1\} <- \text{all real numbers, except for } x = 0 \text{ and } x=1
+BARS:: |x|>3 <- x<-3 \text{ or } x>3 | x>3 \lor x<-3 | |x-1|>2 <- x<-1 or x>3 | |x|\le 3 <- -3\le x\le 3
+x<-3 or x>3 <- |x|>3 | -1<x<3 <- |x-1|<2 | |2x-1|\le 5 <- -2\le x\le 3 | |x|<\sqrt{2} <- -\sqrt2<x<\sqrt2
 OPTIONS:: B <- \text{B: A larger one} | B: A large city | (B) A triangle | B. A small house | C <- C) A new world
 """
 WRONG = r"""
@@ -81,6 +89,15 @@ DOMAINS:: n <- n \text{ for odd } n, n+1 \text{ for even } n | 4 <- 4 \text{ if 
 12 <- 13 \text{ at } x=2 | 12 \text{ at } x=2 <- 12 \text{ at } x=3 | f(x)=x+1 <- f(x)=x \text{ for all real } x
 x^2+C <- x^2, \text{ where } C \text{ is a constant} | 5 <- 5, k \in \mathbb{Z} | 2n+1 <- n, 2n+1
 5 <- 5 \text{ or } 7 \text{ for all } n
+A\cos x <- A\cos x, \text{ where } A \text{ and } B \text{ are constants} | 5 <- 5, where A and B are constants
+Ae^x+Be^{-x} <- Ae^x+Ae^{-x} where A and B are constants | Ae^x, Be^{-x} where A and B are constants
+A+B <- A+B where A=1 and B=2 | 3 <- 3 or 4 where A and B are constants
+C_1x+C_2 <- C_1x+C_3 where C_1, C_3 are constants
+\text{all real numbers except } 2 <- \text{all real numbers} | 2 | x\ne 3 | \text{all integers except } 2
+\mathbb{R} <- \text{all real numbers except 2} | x\ne 2 | \mathbb{R}\setminus\{0\} <- \text{all reals except 0 and 1}
+BARS:: |x|>3 <- x>3 | x<-3 | x<3 or x>3 | x\le-3 or x\ge 3 | x<-3 or x>4 | x>3 or y<-3 | x>3 and x<-3 | |x|<3 <- x<3
+x<-3 or x>3 <- |x|<3 | |y|>3 | |x|\ge 3 | |x|>3 or x=0 | -3<x<3 <- |x|\le 3 | |x|<3 or x=7
+x>3 <- |x|>3 | |x|>-3 <- x>0
 OPTIONS:: B <- B: A or C | B: A is right | B: A and C | B: A, C | B. A | B: A because of C | B) not A
 A <- B: A larger one
 LISTS:: \{1, 48520\} <- \{1,48,\text{520}\}
