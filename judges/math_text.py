@@ -69,7 +69,7 @@ _CLOSING = re.compile(r"\\end|\\?[})\]]")
 
 _LISTED = re.compile(r"[,;\[]|(?<![a-zA-Z\\])(?:or|and|if|for|when)(?![a-zA-Z])|\\(?:\{|to|implies|in)(?![a-z])")
 _BEHIND = r"(?P<rest>.*?\S)\s*[,;]?\s*(?:\(\s*)?"  # what stands before a domain, which may have brackets
-_LETTERS = r"\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?"
+_LETTERS = r"\\?[a-zA-Z]++(?:_(?:\w|\{\w+\}))?"
 _VARIABLE = rf"(?P<name>{_LETTERS})"
 _PLACE = re.compile(rf"{_BEHIND}(?:at|when)\s+{_VARIABLE}\s*(?P<domain>=\s*-?[\w./]+)\s*\)?")
 _KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|integers?|numbers?|values of|constants?)"
