@@ -48,8 +48,10 @@ _MEANING = {
     "或": " or ",
     "和且": " and ",
 }
+_GREEK = "\u03b1alpha βbeta \u03b3gamma δdelta εepsilon θtheta λlambda \u03c1rho \u03c3sigma τtau φphi ψpsi ωomega"
 _SIGNS = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)}  # the wide forms of ASCII
 _SIGNS |= {ord(sign): tex for signs, tex in _MEANING.items() for sign in signs}
+_SIGNS |= {ord(letter[0]): rf"\{letter[1:]} " for letter in _GREEK.split()}
 
 _SWITCH = (
     r"\\(?:(?:rm|bf|it|sf|tt|sl|sc|(?:bf|md)series|(?:it|up|sl|sc)shape|(?:rm|sf|tt)family|boldmath)(?![a-zA-Z])"
@@ -123,6 +125,7 @@ _BEYOND_ASCII = _compiled(
         (r"[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # without width
         (r"[⁰¹²³⁴-⁹]+\s*\u2044\s*[₀-₉]+|[¼-¾⅐-⅞]", _as_fraction),
         (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
+        (r"[₀-₉]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}"),
         (r"√\s*(\d+|[a-z])", r"\\sqrt{\1} "),
     )
 )
@@ -172,6 +175,7 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"^\s*\\approx(?![a-z])", ""),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
+        (r"(?i)(?<=:\d\d)\s*([ap])\.?m\b\.?", lambda match: f" {match[1].lower()}m"),  # 3:45 PM
         (r"\s+\^", "^"),
         (r"(?i)^\s*([-+]?)\s*infinity\s*$", r"\1\\infty"),
         (r"(?i)^\s*all real(?: number)?s\b(?:,? except (?:for )?(?:[a-z] ?= ?)?(?P<out>.+))?\s*$", _reals),
