@@ -51,7 +51,7 @@ _BOX_NAME = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKS = r"(?:[ \t$~]|\\[,;:! ()\[\]]|\\q?quad)*"  # blanks and the ends of formulas
 _AND = r"(?:,|;|(?:,\s*)?(?:and|or|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
-_BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}")  # between two boxes of one answer
+_BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:[a-zA-Z](?:_\w)?\s*=)?{_MARKS}")  # between two boxes of one answer
 _ANSWER_IS = re.compile(
     r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
@@ -69,6 +69,7 @@ _LAST_LINE = re.compile(  # one that states the answer
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
 _WORD = r"[A-Za-z]{2,}\b(?! ?=)"
 _VALUES = rf"(?:or|else|otherwise|maybe|perhaps|possibly|alternatively)\b|and (?!{_WORD})"  # more of them follow
+_VALUES += r"|(?:though|although|but|while|whereas|unless|depending)\b.*[\d\\]"
 _CLAUSE = rf"(?!{_VALUES})(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
 _REST = re.compile(  # of a line behind an answer, not within its brackets
     rf"(?<=[^.\s])\.(?=\s|$)|\u3002|, (?=[a-z]|I )(?={_CLAUSE})|\uff0c(?=[\u4e00-\u9fff])|; (?={_CLAUSE})"

@@ -59,6 +59,10 @@ Ae^x+Be^{-x} \text{ where A, B are constants} <- Ae^x+Be^{-x} | ax+b <- ax+b whe
 \mathbb{R}\setminus\{0,1\} <- \text{all real numbers, except for } x = 0 \text{ and } x=1
 BARS:: |x|>3 <- x<-3 \text{ or } x>3 | x>3 \lor x<-3 | |x-1|>2 <- x<-1 or x>3 | |x|\le 3 <- -3\le x\le 3
 x<-3 or x>3 <- |x|>3 | -1<x<3 <- |x-1|<2 | |2x-1|\le 5 <- -2\le x\le 3 | |x|<\sqrt{2} <- -\sqrt2<x<\sqrt2
+GREEK AND INDICES:: \theta <- \u03b8 | \alpha^2 <- \u03b1² | 2\alpha+\beta <- 2\u03b1+β
+\sin\theta <- sinθ | \lambda_1 <- λ₁
+x_1+x_{12} <- x₁+x₁₂ | 2516_8 <- 2516₈ | \log_2 5 <- log₂5 | C_1e^x <- C₁e^x | x_1^2 <- x₁²
+TIMES:: 3:45 \text{ PM} <- 3:45 pm | 3:45 p.m. | 3:45PM | 9:05 a.m. <- 9:05 AM | \text{9:05 A.M.}
 OPTIONS:: B <- \text{B: A larger one} | B: A large city | (B) A triangle | B. A small house | C <- C) A new world
 """
 WRONG = r"""
@@ -98,6 +102,9 @@ C_1x+C_2 <- C_1x+C_3 where C_1, C_3 are constants
 BARS:: |x|>3 <- x>3 | x<-3 | x<3 or x>3 | x\le-3 or x\ge 3 | x<-3 or x>4 | x>3 or y<-3 | x>3 and x<-3 | |x|<3 <- x<3
 x<-3 or x>3 <- |x|<3 | |y|>3 | |x|\ge 3 | |x|>3 or x=0 | -3<x<3 <- |x|\le 3 | |x|<3 or x=7
 x>3 <- |x|>3 | |x|>-3 <- x>0
+GREEK AND INDICES:: \alpha <- \u03b1² | a | 5 <- 5\u03b1 | \rho <- p | x_1 <- x1 | \lambda_1 <- λ₂
+12 <- 12₇ | 1₂ | a_{10} <- a₁0 | x <- x₁ | 1011_2 <- 1011₃ | \log_2 5 <- log₃5
+TIMES:: 3:45 PM <- 3:45 am | 3:54 pm | 4:45 p.m. | 15:45 | 3:45 pm or 4:45 pm | 3:45 meters
 OPTIONS:: B <- B: A or C | B: A is right | B: A and C | B: A, C | B. A | B: A because of C | B) not A
 A <- B: A larger one
 LISTS:: \{1, 48520\} <- \{1,48,\text{520}\}
@@ -122,6 +129,16 @@ REPLIES = [  # (gold, reply, outcome)
     ("3, 5, 7", r"\boxed{3}. \boxed{5}, \boxed{7}", "wrong"),
     ("5", r"\boxed{3}. No, it is \boxed{5}", "ok"),
     ("5, 7", r"\boxed{3}. No, \boxed{5} and \boxed{7}", "ok"),
+    ("3, 5", r"$x=\boxed{3}$ or $x=\boxed{5}$", "ok"),
+    ("3, 5", r"$x_1=\boxed{5}$, $x_2=\boxed{3}$", "ok"),
+    ("5", r"$x=\boxed{3}$ or $x=\boxed{5}$", "wrong"),
+    ("5", r"$x=\boxed{3}$, so $y=\boxed{5}$", "ok"),
+    # a clause behind the answer
+    ("5", "The answer is 5, though 6 works too.", "wrong"),
+    ("5", "The answer is 5; but it may be $6$.", "wrong"),
+    ("5", "The answer is 5, unless n is odd, then 6.", "wrong"),
+    ("5", "The answer is 5, though this is unusual.", "ok"),
+    ("5", "The answer is 5, because 3 + 2 = 5.", "ok"),
     # marks around the value
     ("7", "Answer: 7 ###", "ok"),
     ("7", "#### 7 ####", "ok"),
