@@ -2,7 +2,6 @@
 
 import re
 import resource
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from base.inputs import reader
 from base.inputs.run_inputs import RunInputs
 from base.plan.gpus import GIB
 from base.plan.memory_plan import CONTEXT, OWN_CONTEXT, Plan
-from base.system.exits import LIBRARIES, OutOfMemory
+from base.system.exits import OutOfMemory, own_frames
 from base.system.ranks import Ranks, gather, on_rank0
 from config import Config, ConfigError
 
@@ -70,10 +69,7 @@ class Memory:
         """`error`; or if it says that memory ran out in `phase`, an OutOfMemory that says where, and how to fix it."""
         if not says_no_memory(error):
             return error
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)
-        ]
-        last = frames[-1]
+        last = own_frames(error)[-1]
         name = PHASES.get(phase, "generate")
         text = str(error).split(". ")[0] or "MemoryError"
         if "cache" in text:  # vLLM's, of its KV cache

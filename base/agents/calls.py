@@ -91,7 +91,10 @@ class Rollout:
             reply_link = links.pop()
             parent = self._cut_call(links, reply_link)
             if parent is None:
-                prompt_ids = self._opened_ids(request, tokenizer)
+                kwargs = request.chat_template_kwargs
+                prompt_ids = tokenizer.open_reply_ids(
+                    request.messages, request.tools, template_kwargs=kwargs, max_tokens=self.max_tokens
+                )
             else:
                 prompt_ids = parent.ids
         else:
@@ -136,11 +139,6 @@ class Rollout:
             if call.links == links and reply_link in call.reply_links and call.completion.finish_reason == "length":
                 return call
         return None
-
-    def _opened_ids(self, request: Request, tokenizer: Tokenizer) -> list[int]:
-        return tokenizer.open_reply_ids(
-            request.messages, request.tools, template_kwargs=request.chat_template_kwargs, max_tokens=self.max_tokens
-        )
 
     def _free_seeds(self, prompt_ids: list[int], num_calls: int) -> list[int]:
         """Seeds that no other call of this prompt has."""

@@ -211,9 +211,14 @@ def describe_failure(error: BaseException, run_folder: Path | None = None, peers
     return EXIT_CRASH, f"crashed: {reason}"
 
 
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The calls that led to the error and are no library's, the innermost last."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+
+
 def place_of(error: BaseException) -> str:
     """Where the error was raised, as " (file:line, in name)": the innermost call that is no library's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    frames = own_frames(error)
     return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
