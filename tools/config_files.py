@@ -5,22 +5,23 @@ config (`way_out` in from_trl.yaml and from_verl.yaml).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from base.inputs import yaml_text
 from base.inputs.keys import replaced, text_of
 from config import ConfigError, shortened
+from tools.translation import Values
 
-Values = dict[str, Any]  # by the full names of keys
+Table = dict[str, Any]  # of a system: `convert.load_table`
 
 MAX_KEYS = 3_000  # of a file; verl has about 900
 SUFFIXES = (".json", ".yaml", ".yml")
 
 
-def read(system: str, name: str, table: Mapping[str, Any]) -> Values:
-    """The values in a file. table: `convert.load_table`. Raises ConfigError."""
+def read(system: str, name: str, table: Table) -> Values:
+    """The values in a file. Raises ConfigError."""
     if Path(name).suffix not in SUFFIXES:
         raise ConfigError(f"{name}: expected a file in yaml or json: {table['way_out']}")
     text = yaml_text.read_yaml(name)
@@ -43,7 +44,7 @@ def read(system: str, name: str, table: Mapping[str, Any]) -> Values:
     return values
 
 
-def _read_trl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
+def _read_trl(tree: Values, name: str, table: Table) -> Values:
     for section, value in tree.items():
         if isinstance(value, dict) and value.keys() & table["keys"].keys():
             problem = f"TRL's keys are in a section, {shortened(section)}; expected them not in sections"
@@ -51,7 +52,7 @@ def _read_trl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
     return tree
 
 
-def _read_verl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
+def _read_verl(tree: Values, name: str, table: Table) -> Values:
     if "defaults" in tree:
         raise ConfigError(f"{name}: hydra has yet to put the files of its `defaults` in: {table['way_out']}")
     if "actor_rollout_ref" not in tree:
@@ -60,7 +61,7 @@ def _read_verl(tree: Values, name: str, table: Mapping[str, Any]) -> Values:
     return _flat(tree, "", table)
 
 
-def _flat(tree: Values, prefix: str, table: Mapping[str, Any]) -> Values:
+def _flat(tree: Values, prefix: str, table: Table) -> Values:
     """Full key -> value of everything in a tree that is no section. `hydra` and keys such as _target_ are hydra's."""
     values: Values = {}
     known = (*table["keys"], *table["recorded"])

@@ -29,9 +29,10 @@ from base.inputs.keys import FIELDS, text_of
 from base.system.files import read_text
 from config import ConfigError, printable
 from tools import config_files, from_trl, from_verl
-from tools.config_files import Values
-from tools.translation import GRADED_BY, LARGEST, YOURS, Translation, is_number
+from tools.config_files import Table
+from tools.translation import GRADED_BY, LARGEST, YOURS, Translation, Values, is_number
 
+Row = dict[str, Any]  # of a table: what from_trl.yaml and from_verl.yaml say of a key
 NAMES = {"trl": "TRL", "verl": "verl"}
 TRANSLATE = {"trl": from_trl.translate, "verl": from_verl.translate}
 CONVERTED = "converted:"
@@ -106,7 +107,7 @@ def convert(system: str, name: str, words: Sequence[str], out: str) -> str:
 
 
 @cache
-def load_table(system: str) -> dict[str, Any]:
+def load_table(system: str) -> Table:
     """The rows of a system, and `recorded`: each key of the version that is read, with its default."""
     folder = Path(__file__).parent
     table = yaml.safe_load(read_text(folder / f"from_{system}.yaml"))
@@ -115,11 +116,11 @@ def load_table(system: str) -> dict[str, Any]:
     return table
 
 
-def _defaults(table: Mapping[str, Any]) -> Values:
+def _defaults(table: Table) -> Values:
     return {key: row["default"] for key, row in table["keys"].items() if "default" in row}
 
 
-def _named_as_now(values: Values, table: Mapping[str, Any]) -> Values:
+def _named_as_now(values: Values, table: Table) -> Values:
     """The values under the names that keys and sections have in the version that is read. A null under an old name does
     not replace a value under the new one."""
     named: Values = {}
@@ -134,7 +135,7 @@ def _named_as_now(values: Values, table: Mapping[str, Any]) -> Values:
     return named
 
 
-def _with_whole_mappings(values: Values, table: Mapping[str, Any]) -> Values:
+def _with_whole_mappings(values: Values, table: Table) -> Values:
     """The values, with `a.b.c: 1` as a part of `a.b: {c: 1}` where the mapping a.b is one value."""
     whole = dict(values)
     for mapping, default in _defaults(table).items():
@@ -160,7 +161,7 @@ def _as_yaml(ours: Values) -> str:
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def _report_what_is_left(report: Report, ours: Values, table: Mapping[str, Any], out: str) -> None:
+def _report_what_is_left(report: Report, ours: Values, table: Table, out: str) -> None:
     """What --check refuses in the config that was written, by its keys alone."""
     grader = ours.get(GRADED_BY)
     if str(grader).startswith(YOURS):
@@ -176,7 +177,7 @@ def _report_what_is_left(report: Report, ours: Values, table: Mapping[str, Any],
 # ----------------------------------------------------------------------------------------------- their keys to ours
 
 
-def _translated(system: str, name: str, table: Mapping[str, Any], written: Values, report: Report) -> Values:
+def _translated(system: str, name: str, table: Table, written: Values, report: Report) -> Values:
     """Our keys whose values differ from our defaults. A key that they leave out has their default; a whole config, as
     they write it, leaves none out. ConfigError for values whose loss would change what is trained."""
     defaults = _defaults(table)
@@ -224,7 +225,7 @@ def _is_whole(written: Values) -> bool:
     return len(written) >= WHOLE
 
 
-def _read_values(system: str, name: str, table: Mapping[str, Any], written: Values, rows: Mapping[str, str]) -> Values:
+def _read_values(system: str, name: str, table: Table, written: Values, rows: Mapping[str, str]) -> Values:
     """What they write, with numbers that are numbers. rows: key -> its row. ConfigError for a value that is none, or
     that only hydra knows, and for a key that is like another one."""
     read: Values = {}
@@ -240,7 +241,7 @@ def _read_values(system: str, name: str, table: Mapping[str, Any], written: Valu
     return read
 
 
-def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: Report) -> Values:
+def _differing(ours: Values, asked: set[str], table: Table, report: Report) -> Values:
     """The values that are not our defaults; those that no key of theirs asked for are reported."""
     differing: Values = {}
     for key, value in ours.items():
@@ -256,7 +257,7 @@ def _differing(ours: Values, asked: set[str], table: Mapping[str, Any], report: 
     return differing
 
 
-def _off(row: Mapping[str, Any]) -> str:
+def _off(row: Row) -> str:
     """The value with which a refused key changes nothing."""
     harmless = list(row.get("values", ()))
     if harmless:
@@ -264,7 +265,7 @@ def _off(row: Mapping[str, Any]) -> str:
     return "null"
 
 
-def _row_of(key: str, table: Mapping[str, Any]) -> str:
+def _row_of(key: str, table: Table) -> str:
     """The row of a key of theirs: its own; that of a wildcard, if they have such a key; else one of UNKNOWN."""
     rows = table["keys"]
     if key in rows:
@@ -281,7 +282,7 @@ def _row_of(key: str, table: Mapping[str, Any]) -> str:
     return UNKNOWN
 
 
-def _older_names(key: str, table: Mapping[str, Any]) -> list[str]:
+def _older_names(key: str, table: Table) -> list[str]:
     """The names, or patterns of names, that other versions have in the key's section."""
     section = key.rpartition(".")[0]
     older: list[str] = []
@@ -291,7 +292,7 @@ def _older_names(key: str, table: Mapping[str, Any]) -> list[str]:
     return older
 
 
-def _is_put_in(key: str, table: Mapping[str, Any]) -> bool:
+def _is_put_in(key: str, table: Table) -> bool:
     """Whether the key, or a section that it is in, is one in whose place hydra puts another one."""
     while key:
         if config_files.has_reference(table["recorded"].get(key)):
@@ -300,14 +301,14 @@ def _is_put_in(key: str, table: Mapping[str, Any]) -> bool:
     return False
 
 
-def _has_default(key: str, value: Any, table: Mapping[str, Any]) -> bool:
+def _has_default(key: str, value: Any, table: Table) -> bool:
     """Whether a key of a whole config has what it has where nobody sets it."""
     if _is_put_in(key, table):
         return True
     return key in table["recorded"] and table["recorded"][key] == value
 
 
-def _check_spelling(key: str, table: Mapping[str, Any], place: str) -> None:
+def _check_spelling(key: str, table: Table, place: str) -> None:
     """ConfigError for an unknown key that is like one of theirs: a mistake in writing."""
     section = key.rpartition(".")[0]
     top_sections = {row.partition(".")[0] for row in table["keys"]}
@@ -321,7 +322,7 @@ def _check_spelling(key: str, table: Mapping[str, Any], place: str) -> None:
         raise ConfigError(f"{place} has no key '{key:.100}'.{near}")
 
 
-def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
+def _typed(key: str, value: Any, row: Row, name: str) -> Any:
     """The value of a key, where a number may be quoted. ConfigError for a number that is none."""
     if type(value) in (int, float) and not is_number(value):
         raise ConfigError(f"{name}: {key}={text_of(value):.80}: expected a finite number, below {LARGEST:.0e}")
@@ -344,9 +345,7 @@ def _typed(key: str, value: Any, row: Mapping[str, Any], name: str) -> Any:
     raise ConfigError(f"{name}: {key}={text:.80}: expected a number, or {' or '.join(others)}")
 
 
-def _meaning(
-    key: str, row: Mapping[str, Any], values: Values, translation: Translation, table: Mapping[str, Any]
-) -> Meaning:
+def _meaning(key: str, row: Row, values: Values, translation: Translation, table: Table) -> Meaning:
     """values: of all keys of theirs."""
     idle = _why_without_effect(row, values, table)
     if idle:
@@ -375,7 +374,7 @@ def _meaning(
     return Meaning(CONVERTED, text, ours)
 
 
-def _why_without_effect(row: Mapping[str, Any], values: Values, table: Mapping[str, Any]) -> str:
+def _why_without_effect(row: Row, values: Values, table: Table) -> str:
     """Why the other keys leave a key no effect; "" if they do not."""
     for other in row.get("when", ()):
         if values[other] in OFF:
@@ -389,7 +388,7 @@ def _why_without_effect(row: Mapping[str, Any], values: Values, table: Mapping[s
     return ""
 
 
-def _without_counterpart(row: Mapping[str, Any]) -> Meaning:
+def _without_counterpart(row: Row) -> Meaning:
     if "refused" in row:
         return Meaning(REFUSED, row["refused"])
     if "same" in row:
@@ -399,7 +398,7 @@ def _without_counterpart(row: Mapping[str, Any]) -> Meaning:
     return Meaning(NONE, f"only {', '.join(row.get('values', ()))}")
 
 
-def _keys_of_value(row: Mapping[str, Any], value: Any, values: Values, translation: Translation) -> Values | None:
+def _keys_of_value(row: Row, value: Any, values: Values, translation: Translation) -> Values | None:
     """Our keys for a value of theirs; None if it has no counterpart."""
     ours = _keys_in_table(row, value, values)
     if ours is not None:
@@ -415,7 +414,7 @@ def _keys_of_value(row: Mapping[str, Any], value: Any, values: Values, translati
     return None
 
 
-def _keys_in_table(row: Mapping[str, Any], value: Any, values: Values) -> Values | None:
+def _keys_in_table(row: Row, value: Any, values: Values) -> Values | None:
     """Our keys that the row has for this value, or for an item of this list; None if it has none."""
     items = [value]
     if isinstance(value, list):

@@ -2,17 +2,15 @@
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from config import ConfigError
-from tools.translation import GRADED_BY, YOURS, Translation, number, whole
+from tools.translation import GRADED_BY, YOURS, Translation, Values, number, whole
 
 ASSUMED_PROMPT = 512  # tokens; TRL does not limit prompts
 UNBOUNDED = 1e9  # in place of no bound, where a bound of ours must be a number
 
 
-def translate(theirs: Mapping[str, Any]) -> Translation:
+def translate(theirs: Values) -> Translation:
     """theirs: each of TRL's keys with its value. ConfigError for a value that no run of TRL can have."""
     result = Translation()
     _batches(theirs, result)
@@ -27,7 +25,7 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
     return result
 
 
-def _batches(theirs: Mapping[str, Any], result: Translation) -> None:
+def _batches(theirs: Values, result: Translation) -> None:
     """TRL counts samples, and optimizer steps; here a step is a rollout of whole groups."""
     group = whole(theirs, "num_generations", 1)
     on_device = whole(theirs, "per_device_train_batch_size", 1)
@@ -59,7 +57,7 @@ def _batches(theirs: Mapping[str, Any], result: Translation) -> None:
         )
 
 
-def _lengths(theirs: Mapping[str, Any], result: Translation) -> None:
+def _lengths(theirs: Values, result: Translation) -> None:
     total = theirs["vllm_max_model_length"]
     if total is None:
         prompt = ASSUMED_PROMPT
@@ -69,14 +67,14 @@ def _lengths(theirs: Mapping[str, Any], result: Translation) -> None:
     result.keys["policy.max_total_sequence_length"] = total
 
 
-def _optimizer(theirs: Mapping[str, Any], result: Translation) -> None:
+def _optimizer(theirs: Values, result: Translation) -> None:
     result.keys["policy.optimizer.kwargs.betas"] = [number(theirs, "adam_beta1"), number(theirs, "adam_beta2")]
     if theirs["weight_decay"] and not theirs["use_peft"]:  # adapters have neither norms nor biases
         result.notes["weight_decay"] = "TRL's optimizer does not decay norms and biases, here all weights decay"
     max_steps = number(theirs, "max_steps")  # which alone ends a run if it is set
     result.keys["grpo.max_num_epochs"] = max(math.ceil(number(theirs, "num_train_epochs")), int(max_steps))
     curve = theirs["lr_scheduler_kwargs"]
-    if not isinstance(curve, Mapping):
+    if not isinstance(curve, dict):
         return
     if "min_lr_rate" in curve:
         result.keys["policy.scheduler.min_factor"] = number(curve, "min_lr_rate")
@@ -87,7 +85,7 @@ def _optimizer(theirs: Mapping[str, Any], result: Translation) -> None:
         result.keys["policy.scheduler.min_factor"] = number(curve, "min_lr") / rate
 
 
-def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
+def _clips(theirs: Values, result: Translation) -> None:
     low = number(theirs, "epsilon")
     key_of_high = "epsilon_high"
     if theirs["epsilon_high"] is None:
@@ -123,7 +121,7 @@ def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
             )
 
 
-def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
+def _averages(theirs: Values, result: Translation) -> None:
     """What the loss is divided by."""
     loss = theirs["loss_type"]
     level = theirs["importance_sampling_level"]
@@ -141,7 +139,7 @@ def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
         )
 
 
-def _reference_kl(theirs: Mapping[str, Any], result: Translation) -> None:
+def _reference_kl(theirs: Values, result: Translation) -> None:
     """TRL multiplies k3 by p / old, with its gradient: kl_gradient=policy_ratio. While p is the old policy that is
     score_function, our default."""
     if not theirs["beta"] or not theirs["use_bias_correction_kl"]:
@@ -153,7 +151,7 @@ def _reference_kl(theirs: Mapping[str, Any], result: Translation) -> None:
         result.keys["loss_fn.kl_gradient"] = "policy_ratio"
 
 
-def _sampler_weights(theirs: Mapping[str, Any], result: Translation) -> None:
+def _sampler_weights(theirs: Values, result: Translation) -> None:
     if not theirs["use_vllm"] or not theirs["vllm_importance_sampling_correction"]:
         return
     result.notes["vllm_importance_sampling_correction"] = (
@@ -181,7 +179,7 @@ def _sampler_weights(theirs: Mapping[str, Any], result: Translation) -> None:
             result.keys["loss_fn.truncated_importance_sampling_ratio_min"] = 0.0
 
 
-def _rewards(theirs: Mapping[str, Any], result: Translation) -> None:
+def _rewards(theirs: Values, result: Translation) -> None:
     if theirs["multi_objective_aggregation"] != "normalize_then_sum":
         return
     result.keys["grpo.normalize_rewards"] = True  # whatever scale_rewards says
@@ -191,7 +189,7 @@ def _rewards(theirs: Mapping[str, Any], result: Translation) -> None:
     )
 
 
-def _graders(theirs: Mapping[str, Any], result: Translation) -> None:
+def _graders(theirs: Values, result: Translation) -> None:
     """TRL's reward functions, by names or dotted paths, and its reward model."""
     functions = theirs["reward_funcs"]
     model = theirs["reward_model_name_or_path"]

@@ -1,19 +1,18 @@
 """Keys of ours that several of verl's make: batches, the loss, what grades. from_verl.yaml has the others."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from base.inputs.keys import text_of
 from config import ConfigError
-from tools.translation import GRADED_BY, Translation, number, whole
+from tools.translation import GRADED_BY, Translation, Values, number, whole
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 
 
-def translate(theirs: Mapping[str, Any]) -> Translation:
+def translate(theirs: Values) -> Translation:
     """theirs: each of verl's keys with its value. ConfigError for a value that no run of verl can have."""
     result = Translation()
     _batches(theirs, result)
@@ -33,7 +32,7 @@ def translate(theirs: Mapping[str, Any]) -> Translation:
     return result
 
 
-def _batches(theirs: Mapping[str, Any], result: Translation) -> None:
+def _batches(theirs: Values, result: Translation) -> None:
     """verl counts prompts, and a step is a rollout."""
     num_prompts = whole(theirs, "data.train_batch_size", 1)
     num_samples = whole(theirs, "actor_rollout_ref.rollout.n", 1)
@@ -53,27 +52,27 @@ def _batches(theirs: Mapping[str, Any], result: Translation) -> None:
     result.keys["policy.dtensor_cfg.dp_replicate_size"] = num_replicas
 
 
-def _data(theirs: Mapping[str, Any], result: Translation) -> None:
+def _data(theirs: Values, result: Translation) -> None:
     files_of = {"data.train": theirs["data.train_files"], "data.validation": theirs["data.val_files"]}
     for key, files in files_of.items():
         if not files:
             continue
         if not isinstance(files, list):
             files = [files]
-        sections: list[dict[str, Any]] = [{"data_path": file} for file in files]
+        sections: list[Values] = [{"data_path": file} for file in files]
         if len(sections) > 1:  # files of several sets are often called alike
             for section in sections:
                 section["name"] = Path(str(section["data_path"])).parent.name or None
         result.keys[key] = sections
 
 
-def _optimizer(theirs: Mapping[str, Any], result: Translation) -> None:
+def _optimizer(theirs: Values, result: Translation) -> None:
     key = f"{ACTOR}.optim.weight_decay"
     if theirs[f"{ACTOR}.strategy"] == "megatron" and theirs[key]:
         result.notes[key] = "Megatron does not decay norms and biases, here all weights decay"
 
 
-def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
+def _clips(theirs: Values, result: Translation) -> None:
     low = _clip(theirs, "clip_ratio_low")
     high = _clip(theirs, "clip_ratio_high")
     low = min(low, 1.0)  # a ratio is never below 0
@@ -93,14 +92,14 @@ def _clips(theirs: Mapping[str, Any], result: Translation) -> None:
         result.keys["loss_fn.ratio_clip_max"] = 0.2
 
 
-def _clip(theirs: Mapping[str, Any], name: str) -> float:
+def _clip(theirs: Values, name: str) -> float:
     """A bound of the ratio, which clip_ratio is where the bound is null."""
     if theirs[f"{ACTOR}.{name}"] is None:
         name = "clip_ratio"
     return number(theirs, f"{ACTOR}.{name}")
 
 
-def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
+def _averages(theirs: Values, result: Translation) -> None:
     """What the loss is divided by."""
     mode = theirs[f"{ACTOR}.policy_loss.loss_mode"]
     key = f"{ACTOR}.loss_agg_mode"
@@ -133,7 +132,7 @@ def _averages(theirs: Mapping[str, Any], result: Translation) -> None:
         )
 
 
-def _sampler_weights(theirs: Mapping[str, Any], result: Translation) -> None:
+def _sampler_weights(theirs: Values, result: Translation) -> None:
     key = f"{CORRECTION}.rollout_is"
     level = theirs[key]
     if level is None:
@@ -164,7 +163,7 @@ def _sampler_weights(theirs: Mapping[str, Any], result: Translation) -> None:
 REJECTED = {"token_k1": "token", "seq_mean_k1": "sequence"}  # an option of rollout_rs -> what it takes out
 
 
-def _rejection(theirs: Mapping[str, Any], result: Translation) -> None:
+def _rejection(theirs: Values, result: Translation) -> None:
     """verl bounds sampler / trainer, and divides by counts that include what is rejected, as here."""
     key = f"{CORRECTION}.rollout_rs"
     options = str(theirs[key]).split(",")
@@ -215,7 +214,7 @@ def _bound(key: str, written: str, text: str) -> float:
     return bound
 
 
-def _graders(theirs: Mapping[str, Any], result: Translation) -> None:
+def _graders(theirs: Values, result: Translation) -> None:
     result.keys[GRADED_BY] = "math"
     if theirs["reward.reward_model.enable"]:
         result.keys[GRADED_BY] = "reward_model"
