@@ -13,7 +13,7 @@ from base.agents.calls import Call, Rollout, sequence_of
 from base.agents.environment import LOOPBACK, Agent
 from base.agents.parser import ReplyParser
 from base.agents.server import Asked, Gone, Server
-from base.agents.wire_chat import Answer, Delta, Refused, Reply, Request, Sampling, Token
+from base.agents.wire_chat import Answer, Delta, News, Refused, Reply, Request, Sampling, Token
 from base.hf.tokenizer import Tokenizer
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks
@@ -245,7 +245,7 @@ class Endpoint:
             self.streams.pop(request_id, None)
         rollout.forget(number)
 
-    def _answer(self, number: int, answer: Delta | Answer | Refused) -> None:
+    def _answer(self, number: int, answer: News) -> None:
         if self.server:  # else another rank has the clients
             self.server.tell(number, answer)
 

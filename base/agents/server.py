@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from base.agents.wire_anthropic import Messages
-from base.agents.wire_chat import Answer, Chat, Conversations, Delta, Refused, Request, Wire
+from base.agents.wire_chat import Answer, Chat, Conversations, News, Refused, Request, Wire
 from base.agents.wire_responses import Responses
 from base.system.disk import say
 from base.system.exits import StopRun, place_of
@@ -113,7 +113,7 @@ class Server:
         self.note = note
         self.inbox: queue.Queue[Asked | Gone] = queue.Queue()  # SimpleQueue.get: see grading.py
         # Of each request that waits for its answer, by its number: what has come of it.
-        self.waiting: dict[int, asyncio.Queue[Delta | Answer | Refused | ClientDisconnect]] = {}
+        self.waiting: dict[int, asyncio.Queue[News | ClientDisconnect]] = {}
         self.conversations: dict[str, Conversations] = {}  # by the rollout's key
         self.numbers = count()
         self.noted: set[str] = set()
@@ -159,11 +159,11 @@ class Server:
                 events.append(self.inbox.get_nowait())
         return events
 
-    def tell(self, number: int, news: Delta | Answer | Refused) -> None:
+    def tell(self, number: int, news: News) -> None:
         """An answer to the request, or more of one."""
         self._soon(self._tell, number, news)
 
-    def _soon(self, function: Callable, *args: Delta | Answer | Refused | int | str) -> None:
+    def _soon(self, function: Callable, *args: News | int | str) -> None:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(function, *args)
 
@@ -196,7 +196,7 @@ class Server:
         self.loop.run_until_complete(self.uvicorn.serve(listeners))
         self.loop.close()
 
-    def _tell(self, number: int, news: Delta | Answer | Refused) -> None:
+    def _tell(self, number: int, news: News) -> None:
         inbox = self.waiting.get(number)
         if inbox is not None:  # else the client has gone
             inbox.put_nowait(news)
@@ -272,9 +272,7 @@ class Server:
                 raise
             raise self.fault(error, is_of_reply=True) from error
 
-    async def _stream(
-        self, key: str, number: int, wire: Wire, news: Delta | Answer | Refused | None
-    ) -> AsyncIterator[str]:
+    async def _stream(self, key: str, number: int, wire: Wire, news: News | None) -> AsyncIterator[str]:
         """The events: what of the reply is content for certain, while it is decoded, and the rest at its end."""
         inbox = self.waiting[number]
         try:
@@ -340,7 +338,7 @@ def _too_large() -> Refused:
     return Refused(f"the request is larger than {MAX_BYTES >> 20} MiB", 413, "request_too_large")
 
 
-async def _next(inbox: asyncio.Queue, seconds: float | None) -> Delta | Answer | Refused | ClientDisconnect | None:
+async def _next(inbox: asyncio.Queue, seconds: float | None) -> News | ClientDisconnect | None:
     """What comes next; None if nothing has come in time."""
     try:
         async with asyncio.timeout(seconds):

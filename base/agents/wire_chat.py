@@ -346,6 +346,7 @@ class Answer(NamedTuple):
         return sum(len(reply.ids) for reply in self.replies)
 
 
+News = Delta | Answer | Refused  # of a request
 Conversations = dict[str, list[dict]]  # of a rollout: the messages up to a reply, by its id
 
 
