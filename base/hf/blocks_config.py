@@ -42,6 +42,8 @@ class BlocksConfig(ModelConfig):
         _check_layers(hf, family, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        if "head_dim" in hf and family.qkv != "latent":
+            hf = hf | {"head_dim": head_dim}  # a null, with which some classes of transformers do not start
         key_heads = hf["num_key_value_heads"]
         if family.qkv == "latent":
             key_heads = heads  # whatever the field says
@@ -49,6 +51,7 @@ class BlocksConfig(ModelConfig):
             if hf.get("head_dim") not in (None, rotated):
                 problem = f"head_dim={hf['head_dim']}: transformers rotates as many, vLLM qk_rope_head_dim={rotated}"
                 raise ConfigError(f"{source}: {problem}: remove head_dim")
+            hf = hf | {"head_dim": rotated}
             head_dim = hf["qk_nope_head_dim"] + rotated
         check_heads(hf, head_dim, source)
         padding = hf.get("pad_token_id") or 0

@@ -147,6 +147,9 @@ def test_a_null_that_a_class_of_transformers_does_not_take():
     with pytest.raises(ConfigError, match="attention_bias=None: expected bool"):
         from_hf(llama | {"attention_bias": None})
     from_hf(llama | {"head_dim": None, "pad_token_id": None, "layer_types": None})
+    for kind in ("qwen2_moe", "hunyuan_v1_dense", "deepseek_v3"):
+        fields = json.loads(json.dumps(hf_config(kind).to_dict())) | {"head_dim": None}
+        builds(from_hf(fields), fields)
 
 
 def test_what_is_accepted_builds():
