@@ -221,6 +221,11 @@ class Plan:
         return items
 
     @property
+    def defers_sync(self) -> bool:
+        """Whether each rank holds whole gradients until the last pack of a step."""
+        return self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and self.num_shards > 1
+
+    @property
     def norm_bytes(self) -> int:
         """Bytes of each element that a norm keeps for its backward, without what LoRA's frozen weights do not need."""
         tensors = self.model.family.norm_tensors
@@ -414,10 +419,14 @@ class Plan:
             more = max(more, self._state_more - of_others)
         inner = self.kept_by_blocks[number] + 4 * self.model.hidden_size + more
         last_matrix = (4 if self.lora else c) * plan._last_matrix(parts)
-        gathered = self.gathered_rest if keeps else self.gathered(self.sizes_of_blocks[number])
+        units = [*self.sizes_of_blocks, 0 if self.model.tie_word_embeddings else self.head]
+        gathered = self.gathered_rest if keeps else c * units[number]
+        if self.num_shards > 1 and number > 0 and not keeps:
+            gathered += c * units[number - 1]  # comes meanwhile, or after the router, with the gradients of all experts
         items = {"activations": self.kept(number) + inner * self.tokens, "gathered": gathered + last_matrix}
-        if self.num_shards > 1 and number + 1 < self.model.num_hidden_layers:
-            items["gradient of the next block"] = 4 * self.sizes_of_blocks[number + 1]
+        if not self.lora and not self.defers_sync:
+            # FSDP holds what a unit sends to the other ranks until the next unit's gradients are there.
+            items["gradient on its way"] = 4 * units[number + 1]
         return items
 
     def gathered(self, size: int) -> float:
@@ -481,10 +490,9 @@ class Plan:
         c = self.precision
         tied = m.tie_word_embeddings
         several = self.num_shards > 1
-        deferred = self.cfg.policy.dtensor_cfg.defer_fsdp_grad_sync and several
         states = self.states(gradients=True)
-        if deferred:
-            states["gradients"] = 4 * count(self.trained)  # whole, until the last pack
+        if self.defers_sync:
+            states["gradients"] = 4 * count(self.trained)
         inputs = c * self.tokens * m.hidden_size  # of the head, or their gradient
         activations = self.kept(m.num_hidden_layers) + (self.norm_bytes + c) * self.tokens * m.hidden_size
         # The head: dX and a float32 dW, and beside them the logits, or both once more as autograd gets them.
@@ -499,13 +507,14 @@ class Plan:
         reduced = others if several else dW + others
         reduction = {"activations": 0 if tied else activations, "embedding and head": 2 * 4 * reduced}
         of_blocks = [self.in_backward_of(number, keeps) for number in range(m.num_hidden_layers)]
-        block = max(of_blocks, key=lambda items: sum(items.values()))
-        block["embedding and head"] = c * (self.ends + dW) if tied else 4 * dW
+        block = _largest(of_blocks)
+        if tied:
+            block["embedding and head"] = c * (self.ends + dW)
+        elif keeps:
+            block["embedding and head"] = c * self.ends
         if keeps:
             at_head["gathered"] = self.gathered_rest
             reduction["gathered"] = self.gathered_rest + c * self.ends
-            if not tied:
-                block["embedding and head"] += c * self.ends
         rows = _rows("train", "the head", states, at_head)
         if keeps:  # the packs after the first gather nothing, and the first has no gradients yet
             first = at_head.copy()
@@ -523,10 +532,16 @@ class Plan:
         parts = m.layers[number]
         size = self.sizes_of_blocks[number]
         gathered = self.gathered(size)
+        stays = c * size
         if keeps:
             gathered += c * sum(self.sizes_of_blocks[:number])
-            gathered = max(gathered, self.gathered_rest)
-        return {"gathered": gathered, "activations": self.of_layers[number]._in_forward_of(parts) * self.tokens}
+            stays = self.gathered_rest
+        plan = self.of_layers[number]
+        whole = {"gathered": stays, "activations": plan._in_forward_of(parts) * self.tokens}
+        if parts[-1] == "experts":  # the gather of their router frees the block's buffer before they compute
+            parts = parts[:-1]
+        start = {"gathered": max(gathered, stays), "activations": plan._in_forward_of(parts) * self.tokens}
+        return _largest([whole, start])
 
     def _in_forward_of(self, parts: tuple[str, ...]) -> float:
         """Bytes of a token in a block's forward without gradients."""
@@ -539,7 +554,7 @@ class Plan:
             size += 2 * c * m.experts_per_token * m.hidden_size  # what experts get, and give
         if "state" in parts:
             size = max(size, self._state_in_forward)
-        else:
+        if "attention" in parts:
             size += c * (2 * queries + 2 * keys)
         return (4 + 4 + c) * m.hidden_size + size
 
@@ -562,7 +577,7 @@ class Plan:
         if several or not m.tie_word_embeddings:
             gather["activations"] = 4 * self.tokens * m.hidden_size
         of_blocks = [self.in_forward_of(number, keeps) for number in range(m.num_hidden_layers)]
-        block = max(of_blocks, key=lambda items: sum(items.values()))
+        block = _largest(of_blocks)
         if self.lora:
             matrices = [plan._last_matrix(parts) for plan, parts in zip(self.of_layers, m.layers, strict=True)]
             block["gathered"] += c * max(matrices)  # merged_weight
@@ -720,6 +735,10 @@ def _moments(rows: list[Row]) -> dict[tuple[str, str], Items]:
     for row in rows:
         moments.setdefault((row.phase, row.moment), {})[row.item] = row.size
     return moments
+
+
+def _largest(moments: list[Items]) -> Items:
+    return max(moments, key=lambda items: sum(items.values()))
 
 
 def _rows(phase: str, moment: str, *parts: Items) -> list[Row]:

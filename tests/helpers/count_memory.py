@@ -136,7 +136,8 @@ def make_micro(vocab: int, num_tokens: int, device: str) -> tuple[MicroBatch, Mi
 
 def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: bool, padded=False) -> dict[str, int]:
     """Bytes of this rank on the GPU: weights, moments and gradients, and the most at once while a step scores, trains
-    two packs and sends the weights. It is the second step, which finds the moments."""
+    three packs and sends the weights: the second keeps what the last one frees. It is the second step, which finds the
+    moments."""
     policy, device = cfg.policy, "meta"
     micro, minibatch = make_micro(model_config.vocab_size, policy.sequence_packing.train_mb_tokens, device)
     recompute = policy.dtensor_cfg.activation_checkpointing
@@ -165,7 +166,7 @@ def count_step(model_config: ModelConfig, cfg: Config, mesh, keeps_gathered: boo
         def count(phase):
             counts[phase], live.largest = weights + live.largest, 0
 
-        for num_packs in (1, 2):  # of the first step, which makes the moments, a pack is enough
+        for num_packs in (1, 3):  # of the first step, which makes the moments, a pack is enough
             live.largest = 0
             with torch.no_grad(), model.gathered_once():
                 for _ in range(2):
