@@ -145,3 +145,9 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
         is_size = isinstance(size, int) and size > 0
         if size is not None and not is_size:
             raise ConfigError(f"{source}: sliding_window={size!r:.80}: expected int above 0, or null")
+        has_windows = family.windows.full_every is not None
+        if hf.get("layer_types"):
+            has_windows = "sliding_attention" in hf["layer_types"]
+        if has_windows and "sliding_window" in hf and size is None:
+            problem = "sliding_window=null, and some layers have a window: give its size"
+            raise ConfigError(f"{source}: {problem}, or list layer_types without sliding_attention")

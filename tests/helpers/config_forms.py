@@ -8,12 +8,14 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "base" / "hf" / "config_forms.json"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+
+from families import hf_config
 
 from base.hf.families import FAMILIES, WHOLE
 
@@ -28,6 +30,7 @@ MORE = {
         "object": ["per_layer_config"],
     }
 }
+HAVE_RULES = ("head_dim", "num_key_value_heads", "sliding_window")  # in base/hf/blocks_config.py
 NAMES = {"NoneType": "null", "dict": "object", "RopeParameters": "object"}
 
 
@@ -64,6 +67,33 @@ def forms_of(config_class) -> dict[str, list[str]]:
     return {form: sorted(names) for form, names in sorted(fields.items())}
 
 
+def without_nulls_that_break(kind: str, forms: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The forms without null for what the layers compute with: with a null the class is built, and its forward
+    ends. Some fields have rules of their own."""
+    found: dict[str, list[str]] = {}
+    for form, names in forms.items():
+        kinds = set(form.split(" or "))
+        may_be_null = kinds <= {"int", "float", "list of str", "null"} and "null" in kinds
+        for name in names:
+            breaks = may_be_null and name not in HAVE_RULES and null_breaks(kind, name)
+            found.setdefault(form.removesuffix(" or null") if breaks else form, []).append(name)
+    return {form: sorted(names) for form, names in sorted(found.items())}
+
+
+def null_breaks(kind: str, name: str) -> bool:
+    fields = hf_config(kind).to_dict()
+    if fields.get(name) is None:
+        return False
+    fields[name] = None
+    try:
+        config = AutoConfig.for_model(**fields)
+        with torch.no_grad():
+            AutoModelForCausalLM.from_config(config).eval()(torch.arange(1, 8)[None], use_cache=False)
+    except Exception:  # of whatever kind
+        return True
+    return False
+
+
 def reserved() -> dict[str, list[str]]:
     """The attributes of transformers' base class itself, which a field of the same name would replace, and those that
     its other classes have for the model's parts."""
@@ -90,6 +120,8 @@ def text_of_file() -> str:
         all_forms[kind] = forms_of(CONFIG_MAPPING[kind])
         for form, names in MORE.get(kind, {}).items():
             all_forms[kind][form] = sorted([*all_forms[kind].get(form, []), *names])
+        if kind in FAMILIES:
+            all_forms[kind] = without_nulls_that_break(kind, all_forms[kind])
     of_kinds = []
     for kind, forms in all_forms.items():
         lines = [f"  {json.dumps(form)}: {json.dumps(names)}" for form, names in forms.items()]

@@ -152,6 +152,32 @@ def test_a_null_that_a_class_of_transformers_does_not_take():
         builds(from_hf(fields), fields)
 
 
+WITHOUT_FORWARD = [
+    ("deepseek_v3", "n_group"),
+    ("deepseek_v3", "first_k_dense_replace"),
+    ("granitemoe", "residual_multiplier"),
+    ("granitemoehybrid", "mamba_expand"),
+    ("falcon_h1", "ssm_out_multiplier"),
+    ("lfm2_moe", "layer_types"),
+    ("gemma3_text", "sliding_window"),
+    ("exaone4", "sliding_window"),
+]
+
+
+@pytest.mark.parametrize("kind, name", WITHOUT_FORWARD)
+def test_a_null_that_a_forward_does_not_take(kind, name):
+    fields = json.loads(json.dumps(hf_config(kind).to_dict()))
+    with pytest.raises(ConfigError, match=name):
+        from_hf(fields | {name: None})
+
+
+def test_a_null_window_where_no_layer_has_one():
+    """As in the published config.json of EXAONE 4.0 1.2B."""
+    fields = json.loads(json.dumps(hf_config("exaone4").to_dict()))
+    types = ["full_attention"] * fields["num_hidden_layers"]
+    assert set(from_hf(fields | {"sliding_window": None, "layer_types": types}).windows) == {None}
+
+
 def test_what_is_accepted_builds():
     rng = random.Random(58)
     num_built = 0
