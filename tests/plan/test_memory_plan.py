@@ -202,6 +202,8 @@ def test_what_a_block_of_each_family_keeps_on_cuda(family, monkeypatch):
     sizes |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 384, "head_dim": 64, "vocab_size": 64}
     sizes |= {"global_head_dim": 128}  # larger ones are not counted
     sizes |= {"moe_shared_expert_intermediate_size": 384, "mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_ssm": 1024}
+    # Between chunks the scan keeps the square of their number, which is much for chunks of 8.
+    sizes |= {"mamba_num_heads": 16, "mamba_head_dim": 64, "chunk_size": 64}
     hf = hf_config(family, **sizes).to_dict()
     hf.pop("time_step_limit", None)
     plan = Plan(run_config(compile=False), from_hf(hf, force_hf=True), 64, 1)
