@@ -56,8 +56,11 @@ class TableRow(dict):
             raise DataError(self.unreadable[column])
         raise KeyError(column)
 
+    def __contains__(self, column: str) -> bool:
+        return super().__contains__(column) or column in self.unreadable
+
     def get(self, column: str, default: Any = None) -> Any:
-        return self[column] if column in self or column in self.unreadable else default
+        return self[column] if column in self else default
 
 
 def _readable(one: "pyarrow.Table") -> TableRow:

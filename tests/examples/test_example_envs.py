@@ -108,12 +108,12 @@ def test_calls_come_back_and_the_answer_is_graded():
 
 @pytest.mark.slow
 def test_programs_run_in_the_sandbox():
-    tools = tools_of(tools=["python"], isolation="none", num_workers=2, python_timeout_s=1.0)
+    tools = tools_of(tools=["python"], isolation="none", num_workers=2, python_timeout_s=3.0)
     programs = {
         "n = 17\nprint(n * 23)": "391",
         "print('x' * 5000)": "x" * 1000,
         "1 / 0": "error: the program failed",
-        "while True: pass": "error: more than 1 s",
+        "while True: pass": "error: more than 3 s",
         "import os; os.fork()": "error: the program failed",
         "": "",
     }
