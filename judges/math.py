@@ -51,7 +51,9 @@ _BOX_NAME = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKS = r"(?:[ \t$~]|\\[,;:! ()\[\]]|\\q?quad)*"  # blanks and the ends of formulas
 _AND = r"(?:,|;|(?:,\s*)?(?:and|or|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
-_BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:[a-zA-Z](?:_\w)?\s*=)?{_MARKS}")  # between two boxes of one answer
+_BOX_OF = r"(?P<name>[a-zA-Z](?:_\w)?) ?="  # x = \boxed{3}
+_BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:{_BOX_OF}{_MARKS})?")  # between two boxes of one answer
+_BEFORE_BOX = re.compile(rf"(?<![a-zA-Z_\\]){_BOX_OF}[ $]{{0,2}}$")
 _ANSWER_IS = re.compile(
     r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
@@ -69,12 +71,17 @@ _LAST_LINE = re.compile(  # one that states the answer
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
 _WORD = r"[A-Za-z]{2,}\b(?! ?=)"
 _VALUES = rf"(?:or|else|otherwise|maybe|perhaps|possibly|alternatively)\b|and (?!{_WORD})"  # more of them follow
-_VALUES += r"|(?:though|although|but|while|whereas|unless|depending)\b.*[\d\\]"
+_WORKS = r"(?:works?|too|also|possible|satisf(?:y|ies)|fits?)\b"  # that 6 does, as 5
+_MAY_BE = r"(?:may|might|could) be [^.;]*[\d\\]"
+_VALUES += rf"|(?:though|although|but|while|whereas)\b[^.;]*(?:[\d\\][^.;]*\b{_WORKS}|\b{_MAY_BE})"
+_VALUES += r"|(?:unless|depending)\b[^.;]*[\d\\]"
 _CLAUSE = rf"(?!{_VALUES})(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
+_STOP = r"(?<=[^.\s])(?<![ap]\.m)\.(?=\s|$)|(?<=[ap]\.m\.)(?= +[A-Z])"  # of a sentence; 9 p.m. goes on
 _REST = re.compile(  # of a line behind an answer, not within its brackets
-    rf"(?<=[^.\s])\.(?=\s|$)|\u3002|, (?=[a-z]|I )(?={_CLAUSE})|\uff0c(?=[\u4e00-\u9fff])|; (?={_CLAUSE})"
+    rf"{_STOP}|\u3002|, (?=[a-z]|I )(?={_CLAUSE})|\uff0c(?=[\u4e00-\u9fff])|; (?={_CLAUSE})"
     r"| \(?(?:because|since) "
 )
+_MORE = re.compile(rf",?\s*(?={_VALUES})(?!and )(?=[^.]*[\d\\])")  # behind a formula
 _OPEN = re.compile(r"[(\[{]")
 _CLOSED = re.compile(r"[)\]}]")
 _BOLD_VALUE = re.compile(r"=\s*\*\*([^*]+)\*\*\s*\.?\s*$")  # a + b = **7**.
@@ -165,20 +172,26 @@ def _last_line(reply: str) -> str | None:
 
 def _last_box(text: str) -> str | None:
     """The content of the last box, and of those right beside it, as a list; None if there is none, and "" if the last
-    one does not close: what stood before was given up."""
+    one does not close: what stood before was given up. A list has the names that stand before its boxes: x = 3, y = 5.
+    """
     found = [token for token in _BOX.finditer(text) if token.lastindex]
     if not found:
         return None
     contents: list[str] = []
+    named: list[str] = []
     next_start = len(text)
     for token in reversed(found):
         content, end = _content_of_box(text, token)
         if content is None:
-            return ", ".join(contents)
+            break
         if contents and not _BESIDE.fullmatch(text, end, next_start):
             break
+        name = _BEFORE_BOX.search(text[max(0, token.start() - 12) : token.start()])
         contents.insert(0, content)
+        named.insert(0, f"{name['name']}={content}" if name else content)
         next_start = token.start()
+    if len(contents) > 1:
+        contents = named
     return ", ".join(contents)
 
 
@@ -220,8 +233,10 @@ def _after_words(text: str) -> str:
         return value[1]
     line = _unmarked(line)
     formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
-    if formula:
+    if formula and not _MORE.match(line, formula.end()):
         return formula[1] or formula[2]
+    if formula:
+        line = re.sub(r"\$|\\[()]", " ", line)
     for rest in _REST.finditer(line):
         answer = line[: rest.start()]
         if len(_OPEN.findall(answer)) <= len(_CLOSED.findall(answer)):

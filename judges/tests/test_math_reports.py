@@ -130,7 +130,7 @@ REPLIES = [  # (gold, reply, outcome)
     ("5", r"\boxed{3}. No, it is \boxed{5}", "ok"),
     ("5, 7", r"\boxed{3}. No, \boxed{5} and \boxed{7}", "ok"),
     ("3, 5", r"$x=\boxed{3}$ or $x=\boxed{5}$", "ok"),
-    ("3, 5", r"$x_1=\boxed{5}$, $x_2=\boxed{3}$", "ok"),
+    ("3, 5", r"$x_1=\boxed{3}$, $x_2=\boxed{5}$", "ok"),
     ("5", r"$x=\boxed{3}$ or $x=\boxed{5}$", "wrong"),
     ("5", r"$x=\boxed{3}$, so $y=\boxed{5}$", "ok"),
     # a clause behind the answer
@@ -190,6 +190,29 @@ def test_right_answers():
 
 def test_wrong_answers():
     assert [pair for pair in cases(WRONG) if equal(*pair)] == []
+
+
+# Of a red team on these rules: names before boxes, clauses behind an answer, two formulas, p.m. amid a line.
+REPLIES += [
+    ("(2,3)", "$y = \\boxed{2}$ and $x = \\boxed{3}$", "wrong"),
+    ("x=3, y=5", "$y=\\boxed{3}$, $x=\\boxed{5}$", "wrong"),
+    ("(1,2)", "$x_2=\\boxed{1}$, $x_1=\\boxed{2}$", "wrong"),
+    ("1,234", "$a=\\boxed{1}$, $b=\\boxed{234}$", "wrong"),
+    ("(2,3)", "$x=\\boxed{2}$ and $y=\\boxed{3}$", "ok"),
+    ("x=3, y=4", "$y=\\boxed{4}$ and $x=\\boxed{3}$", "ok"),
+    ("18", "The answer is 18, but she has 3 left over.", "ok"),
+    ("18", "The answer is 18 dollars, while Bob has 12 dollars.", "ok"),
+    ("72", "The answer is 72, but note that 72 = 48 + 24.", "ok"),
+    ("5", "The answer is 5, though it looks odd. Check: 2+3=5.", "ok"),
+    ("5", "The answer is $5$, though 6 works too.", "wrong"),
+    ("5", "The answer is $5$ or $6$.", "wrong"),
+    ("5, 6", "The answer is $5$ or $6$.", "ok"),
+    ("5", "The answer is \\(5\\) or \\(6\\).", "wrong"),
+    ("5", "The answer is $5$, since $2+3=5$.", "ok"),
+    ("5", "The answer is $5$, but note $x=6$ is extraneous.", "ok"),
+    ("3:45 PM", "The answer is 3:45 p.m. or 4:45 p.m.", "wrong"),
+    ("3:45 PM", "The answer is 3:45 p.m. We are done.", "ok"),
+]
 
 
 @pytest.mark.parametrize(("gold", "reply", "outcome"), REPLIES)
