@@ -107,6 +107,13 @@ def _check_unlike(model: BlocksConfig, source: str) -> None:
         problem = "nobody has tried experts beside an MLP"
         raise ConfigError(f"{source}: enable_moe_block=true: {problem}: use a Gemma 4 without experts")
     types = model.attention_types
+    rope = hf.get("rope_parameters")
+    if rope is not None and not all(isinstance(rope.get(kind), dict) and rope[kind] for kind in types):
+        problem = f"rope_parameters={rope!r:.80}: expected those of {' and of '.join(dict.fromkeys(types))}"
+        raise ConfigError(f"{source}: {problem}, as transformers writes them")
+    size = hf.get("hidden_size_per_layer_input", 256)
+    if size < 0:
+        raise ConfigError(f"{source}: hidden_size_per_layer_input={size}: expected 0 or more")
     shared = hf.get("num_kv_shared_layers", 0)
     if shared not in range(len(types)) or not set(types).issubset(types[: len(types) - shared]):
         problem = f"num_kv_shared_layers={shared}: expected an earlier layer of each type, with keys of its own"

@@ -73,7 +73,7 @@ def without_nulls_that_break(kind: str, forms: dict[str, list[str]]) -> dict[str
     found: dict[str, list[str]] = {}
     for form, names in forms.items():
         kinds = set(form.split(" or "))
-        may_be_null = kinds <= {"int", "float", "list of str", "null"} and "null" in kinds
+        may_be_null = kinds <= {"int", "float", "null"} and "null" in kinds
         for name in names:
             breaks = may_be_null and name not in HAVE_RULES and null_breaks(kind, name)
             found.setdefault(form.removesuffix(" or null") if breaks else form, []).append(name)

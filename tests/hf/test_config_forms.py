@@ -158,7 +158,6 @@ WITHOUT_FORWARD = [
     ("granitemoe", "residual_multiplier"),
     ("granitemoehybrid", "mamba_expand"),
     ("falcon_h1", "ssm_out_multiplier"),
-    ("lfm2_moe", "layer_types"),
     ("gemma3_text", "sliding_window"),
     ("exaone4", "sliding_window"),
 ]
