@@ -352,7 +352,7 @@ class ProbePack:
 
     def moved(self, is_moved_R: Tensor, push: float) -> "ProbePack":
         """logp is higher by push at the chosen tokens, entropy by |push|."""
-        push_2R = torch.stack([push * is_moved_R, abs(push) * is_moved_R])
+        push_2R = torch.stack([torch.where(is_moved_R, push, 0.0), torch.where(is_moved_R, abs(push), 0.0)])
         return replace(self, stats_2R=self.stats_2R + push_2R)
 
     def on(self, device: torch.device) -> "ProbePack":

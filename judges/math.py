@@ -188,7 +188,9 @@ def _last_box(text: str) -> str | None:
             break
         name = _BEFORE_BOX.search(text[max(0, token.start() - 12) : token.start()])
         contents.insert(0, content)
-        named.insert(0, f"{name['name']}={content}" if name else content)
+        if name:
+            content = f"{name['name']}={content}"
+        named.insert(0, content)
         next_start = token.start()
     if len(contents) > 1:
         contents = named
@@ -233,9 +235,9 @@ def _after_words(text: str) -> str:
         return value[1]
     line = _unmarked(line)
     formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
-    if formula and not _MORE.match(line, formula.end()):
-        return formula[1] or formula[2]
     if formula:
+        if not _MORE.match(line, formula.end()):
+            return formula[1] or formula[2]
         line = re.sub(r"\$|\\[()]", " ", line)
     for rest in _REST.finditer(line):
         answer = line[: rest.start()]

@@ -738,6 +738,7 @@ def _moments(rows: list[Row]) -> dict[tuple[str, str], Items]:
 
 
 def _largest(moments: list[Items]) -> Items:
+    """The moment whose items sum to most bytes."""
     return max(moments, key=lambda items: sum(items.values()))
 
 
