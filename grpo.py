@@ -36,7 +36,7 @@ if __name__ == "__main__":
 if "RANK" in os.environ and __name__ == "__main__":
     die_with_parent()
     if os.environ["RANK"] == "0":
-        print("loading torch and vllm", flush=True)
+        print("loading torch and the engine", flush=True)
 gc.disable()  # imports free nothing, and collecting during them takes a third of the start
 
 import torch

@@ -135,7 +135,7 @@ def _restore(
     needs_reference = len(reference) > 0
     if has_reference != needs_reference:
         saved = f"{path}: was saved {'with' if has_reference else 'without'} a reference policy"
-        raise ConfigError(f"{saved}; set loss_fn.reference_policy_kl_penalty as in that run")
+        raise ConfigError(f"{saved}; set loss_fn as in that run")
     for name, rows in reference.items():
         rows.copy_(_read_rows(files, f"reference.{name}", params[name]))
     forms: dict[str, tuple] = {}  # of the tensors that the optimizer keeps under one key
