@@ -17,6 +17,7 @@ import gc
 import os
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 from base.system.disk import keep_console
 from base.system.exits import die_with_parent
@@ -51,13 +52,16 @@ from gap import StepGap, check_canary, check_versions, gap_of_pack, judge_step, 
 from head import HeadOptions, linear_loss, response_logps
 from loss import Metrics
 from metrics import Numbers, reduce_over_ranks, sample_metrics, total_of, training_metrics
-from model import Decoder, Reference
+from model import Decoder
 from optim import EntropyBonus, clip_grad_norm, set_learning_rate
 from pack import MicroBatch, Minibatch, finish_minibatches, make_minibatches
 from rollout import sample_step
 from run import steps
 from run.job import Job, Run, generate, run_rank, set_up
 from run.validation import validate
+
+if TYPE_CHECKING:
+    from reference import Reference
 
 gc.enable()
 gc.freeze()
@@ -112,7 +116,7 @@ def train(run: Run) -> None:
 def compute_logprobs(
     model: Decoder,
     head_options: HeadOptions,
-    reference: Reference | None,
+    reference: "Reference | None",
     minibatches: list[Minibatch],
     cfg: Config,
     step: int,

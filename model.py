@@ -1,14 +1,14 @@
 """The policy: one decoder for Qwen2 / Qwen2.5, Qwen3 (dense) and Llama 3.x over packed tokens, or for any other family
 transformers' blocks in its place (`blocks`).
 
-Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`), loading (`load_policy`) and the reference policy of the
-KL. Parameters have exactly the names of Hugging Face checkpoints.
+Owns the architecture (`Decoder`), its FSDP2 wrapping (`shard`) and loading (`load_policy`). Parameters have exactly the
+names of Hugging Face checkpoints.
 
 In examples/naive.py this is `def decode(w: Weights, config: dict, token_GT: Tensor) -> Tensor:`.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from attention import GatherRows, PackLayout, packed_attention
 from base.hf.folder import read_model_config
 from base.hf.model_config import ModelConfig, NativeConfig
-from base.hf.weights import load_weights, sharded_parameters
-from config import GRPOConfig, LoRAConfig, Recompute, num_recomputed
-from head import HeadOptions, response_logps
-from pack import MicroBatch
+from base.hf.weights import load_weights
+from config import LoRAConfig, Recompute, num_recomputed
 
 # Calls a function of which autograd keeps the arguments alone: the backward pass computes it again.
 RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -378,82 +376,3 @@ def load_policy(
 
         init_adapters(model, lora.lora_A_init, seed)
     return model
-
-
-class Reference:
-    """The policy that the KL is measured from: a copy of this rank's trained shards in host memory, pinned for a GPU.
-    With LoRA, policy and reference share the frozen shards.
-
-    A copy has no module of its own. `in_place_of` puts its weights into the policy's module for a forward, so it takes
-    no device memory between forwards, and the same code computes both. `dtype` may be the forward's, which rounds
-    weights anyway; an average (`follow` with alpha < 1) needs float32.
-    """
-
-    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32):
-        self.shards: dict[str, Tensor] = {}
-        for name, shard in _shards(model).items():
-            self.shards[name] = torch.empty(shard.shape, dtype=dtype, pin_memory=shard.is_cuda).copy_(shard)
-
-    @contextmanager
-    def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
-        """The module that computes with the reference's weights: within, `model` does."""
-        policy = {name: shard.clone() for name, shard in _shards(model).items()}
-        _copy(self.shards, _shards(model))
-        try:
-            yield model
-        finally:
-            _copy(policy, _shards(model))
-
-    def score(self, micros: Sequence[MicroBatch], model: Decoder, options: HeadOptions, top_k: int | None) -> None:
-        """Gives the micro-batches the reference's log-probabilities: of the targets, and of its top_k likeliest ids."""
-        with self.in_place_of(model) as scorer, scorer.gathered_once():
-            for micro in micros:
-                # top_p and top_k keep other tokens of the reference than of the policy.
-                inputs = micro.inputs_of_reference
-                found = response_logps(scorer, inputs, micro.target_R, options.unfiltered, top_k)
-                if top_k is None:
-                    micro.ref_logp_R, _ = found
-                else:
-                    micro.ref_logp_R, _, micro.ref_logp_RJ, micro.ref_ids_RJ = found
-
-    @torch.no_grad()
-    def follow(self, model: Decoder, cfg: GRPOConfig, step: int) -> None:
-        """Every ref_policy_update_period steps, reference <- alpha * policy + (1 - alpha) * reference (TRL's
-        ref_model_mixup_alpha; 1 copies)."""
-        if cfg.ref_policy_update_period is None or step % cfg.ref_policy_update_period:
-            return
-        alpha = cfg.ref_policy_update_alpha
-        for name, shard in _shards(model).items():
-            self.shards[name].copy_(self.shards[name].to(shard.dtype).lerp_(shard.cpu(), alpha))
-
-
-class Teacher(Reference):
-    """Another model in place of the copy, in host memory except while it scores. It has no shards to save."""
-
-    def __init__(self, teacher: Decoder):
-        self.shards = {}
-        self.teacher = teacher
-
-    @contextmanager
-    def in_place_of(self, model: Decoder) -> Iterator[Decoder]:
-        device = next(model.parameters()).device
-        if device.type == "cpu":  # with cpu_offload FSDP moves a part at a time
-            yield self.teacher
-            return
-        try:
-            yield self.teacher.to(device)
-        finally:
-            self.teacher.to("cpu")
-
-
-def _shards(model: Decoder) -> dict[str, Tensor]:
-    params = sharded_parameters(model).items()
-    return {name: param.to_local().detach() for name, param in params if param.requires_grad}
-
-
-@torch.no_grad()
-def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # with cpu_offload a forward may still be reading the target
-    for name, tensor in target.items():
-        tensor.copy_(source[name], non_blocking=True)  # from pinned memory; another dtype is converted on the GPU

@@ -31,10 +31,11 @@ from base.system.ranks import Ranks, on_rank0, start_process_group
 from config import ColocatedConfig, Config, ConfigError
 from grpo import compute_logprobs, update
 from metrics import Numbers
-from model import Decoder, Reference
+from model import Decoder
 from optim import EntropyBonus, build_optimizer, set_learning_rate
 from pack import make_minibatches
 from records import Sample
+from reference import Reference
 from run import dump, restore
 from run.build import build_head, build_policy, build_reference, hash_of_base
 

@@ -22,13 +22,14 @@ from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_
 from kernels.backend import choose_backend
 from kernels.filter import SamplingFilter
 from loss import policy_loss
-from model import Decoder, Reference, Teacher, load_policy
+from model import Decoder, load_policy
 from records import Engine
 from rollout import Sampler
 from run import checkpoint
 
 if TYPE_CHECKING:
     from base.agents.endpoint import Endpoint
+    from reference import Reference
     from run.served_teacher import ServedTeacher
     from run.split.generators import Generators
 
@@ -90,6 +91,8 @@ def build_reference(
         from run.served_teacher import ServedTeacher  # a run without one does not import it
 
         return ServedTeacher(inputs.teacher_server)
+    from reference import Reference, Teacher
+
     if inputs.reference_model is None:
         return Reference(model, reference_dtype(cfg))
     folder, model_config = inputs.reference_model

@@ -21,7 +21,7 @@ from base.system.ranks import Ranks, expand_segments, on_rank0, start_process_gr
 from base.system.watchdog import Watchdog
 from config import Config, ConfigError
 from head import HeadOptions
-from model import Decoder, Reference
+from model import Decoder
 from optim import EntropyBonus, build_optimizer
 from records import Engine
 from rollout import Sampler
@@ -31,6 +31,7 @@ from run.folder import open_run_folder
 from run.log import RunLog, Timers
 
 if TYPE_CHECKING:
+    from reference import Reference
     from run.memory import Memory
     from run.split.generators import Generators
 
@@ -75,7 +76,7 @@ class Run(Job):
     optimizer: Optimizer
     engine: Engine
     sampler: "Sampler | Generators"
-    reference: Reference | None
+    reference: "Reference | None"
     state: RunState
     saver: checkpoint.Saver
     signals: Signals

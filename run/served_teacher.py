@@ -1,4 +1,4 @@
-"""The reference policy of the KL behind an endpoint: `model.Reference` with no weights here."""
+"""The reference policy of the KL behind an endpoint: `reference.Reference` with no weights here."""
 
 from collections.abc import Sequence
 

@@ -560,7 +560,7 @@ class Plan:
 
     def score(self, keeps: bool) -> list[Row]:
         """Forwards without gradients. A reference takes the place of what is trained, and a copy of that waits
-        (model.Reference). keeps: see `keeps_gathered`."""
+        (reference.py). keeps: see `keeps_gathered`."""
         m = self.model
         c = self.precision
         states = self.states()
@@ -676,7 +676,7 @@ class Plan:
         return size * self.model.num_hidden_layers
 
     def host(self) -> Items:
-        """Host memory of a rank: the reference (model.Reference), and what is offloaded. All of it is pinned, except
+        """Host memory of a rank: the copy of reference.py, and what is offloaded. All of it is pinned, except
         moments and reference with cpu_offload."""
         whole = self.pinned(self.trained, 4)
         first = NUMBER[self.cfg.policy.optimizer.kwargs.state_dtype]

@@ -162,7 +162,7 @@ def time_line(plan: Plan, gpu: Gpu, step: Step, num_steps: int) -> str:
 
 def checkpoint_bytes(plan: Plan) -> int:
     """What checkpoint.py writes of all ranks: the weights in float32, with LoRA those of the adapters, the optimizer's
-    moments, and the reference (model.Reference) unless it is a model of its own."""
+    moments, and the copy of reference.py unless it is a model of its own."""
     trained = count(plan.trained)
     first = NUMBER[plan.cfg.policy.optimizer.kwargs.state_dtype]
     size = (4 + first + 4) * trained - 4 * count(plan.matrices)

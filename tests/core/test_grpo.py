@@ -20,8 +20,9 @@ import grpo
 from attention import PackLayout
 from base.system.exits import StopRun
 from head import response_logps
-from model import Reference, load_policy
+from model import load_policy
 from pack import make_minibatches
+from reference import Reference
 
 
 @pytest.fixture

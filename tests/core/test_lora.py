@@ -14,7 +14,8 @@ from base.hf.weights import full_shapes, full_tensors, merged_weight
 from config import LoRAConfig
 from head import HeadOptions, response_logps
 from lora import LoRALinear, MergedLinear, add_adapters
-from model import Decoder, Reference, load_policy
+from model import Decoder, load_policy
+from reference import Reference
 
 LORA = LoRAConfig(enabled=True, dim=4, alpha=12.0)
 SCALE = 3.0

@@ -10,7 +10,8 @@ from hf_folders import make_pack, response_rows
 
 from base.hf.weights import sharded_parameters
 from head import HeadOptions, response_logps
-from model import Reference, Teacher, load_policy
+from model import load_policy
+from reference import Reference, Teacher
 from run.build import reference_dtype
 
 

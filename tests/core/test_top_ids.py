@@ -19,7 +19,8 @@ from kernels.backend import KernelBackend
 from kernels.logits import LogitOptions
 from kernels.logp import linear_logp
 from loss import policy_loss
-from model import Teacher, load_policy
+from model import load_policy
+from reference import Teacher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = [KernelBackend("torch"), KernelBackend("triton", 16)]

@@ -17,8 +17,9 @@ import grpo
 from base.system.ranks import Ranks
 from config import Config
 from head import HeadOptions, LossOptions
-from model import Decoder, Reference
+from model import Decoder
 from records import Sample
+from reference import Reference
 from rollout import StepSamples
 from run.build import loss_path_of, sampling_filter_of
 from run.job import Run, RunState

@@ -31,8 +31,9 @@ from base.system.optimizer import Optimizer
 from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, LoRAConfig
 from head import HeadOptions, response_logps
-from model import Reference, load_policy
+from model import load_policy
 from pack import pack_samples, to_device
+from reference import Reference
 from run import checkpoint, restore
 from run.folder import open_run_folder
 

@@ -26,8 +26,9 @@ from base.system.exits import StopRun
 from base.system.ranks import start_process_group
 from config import ConfigError, GenerationConfig, SequencePackingConfig
 from head import HeadOptions
-from model import Teacher, load_policy
+from model import load_policy
 from pack import make_minibatches
+from reference import Teacher
 from run.served_teacher import ServedTeacher
 
 

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from base.system.optimizer import Optimizer
 from config import CheckpointingConfig
-from model import Reference, load_policy
+from model import load_policy
 from optim import build_optimizer
+from reference import Reference
 from run import restore
 
 pytestmark = pytest.mark.slow
