@@ -130,8 +130,10 @@ class Conversation:
         if sample.num_turns == max_turns:
             sample.finish_reason = "max_turns"
             return
+        from base.hf.turns import observation_ids  # a run of one turn does without
+
         observation = list(result.observation)
-        ids = tokenizer.observation_ids(sample.messages[:-1], self.reply_ids, observation, self.problem.tools)
+        ids = observation_ids(tokenizer, sample.messages[:-1], self.reply_ids, observation, self.problem.tools)
         if sample.sequence.num_tokens + len(ids) >= max_total_tokens:
             sample.finish_reason = "length"
             return

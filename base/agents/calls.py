@@ -10,6 +10,7 @@ from functools import partial
 
 from base.agents.wire_chat import Refused, Request, digest, link_of, read_message
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import observation_ids, open_reply_ids
 from config import DataError
 from records import Completion, SamplingOptions, TokenSequence, sample_seed
 
@@ -92,8 +93,8 @@ class Rollout:
             parent = self._cut_call(links, reply_link)
             if parent is None:
                 kwargs = request.chat_template_kwargs
-                prompt_ids = tokenizer.open_reply_ids(
-                    request.messages, request.tools, template_kwargs=kwargs, max_tokens=self.max_tokens
+                prompt_ids = open_reply_ids(
+                    tokenizer, request.messages, request.tools, template_kwargs=kwargs, max_tokens=self.max_tokens
                 )
             else:
                 prompt_ids = parent.ids
@@ -122,16 +123,18 @@ class Rollout:
         for call in own:
             before[len(call.links) - 1] = call.read_reply
         calling = parent.read_reply if "tool_calls" in parent.read_reply else None
-        add = partial(tokenizer.observation_ids, reply_ids=parent.completion.ids, observation=after, tools=tools)
+        add = partial(
+            observation_ids, tokenizer, reply_ids=parent.completion.ids, observation=after, tools=tools, **options
+        )
         try:
-            return parent.ids + add(before, calling=calling, **options)
+            return parent.ids + add(before, calling=calling)
         except DataError:
             if calling is None and not any("tool_calls" in call.read_reply for call in own):
                 raise
         # What the template makes of the replies is cut off: it may refuse their calls (two at once: Llama's).
         for call in own:
             before[len(call.links) - 1] = {"role": "assistant", "content": ""}
-        return parent.ids + add(before, **options)
+        return parent.ids + add(before)
 
     def _cut_call(self, links: Sequence[bytes], reply_link: bytes) -> Call | None:
         """The call with these messages and this reply, which only the limit of tokens ended."""

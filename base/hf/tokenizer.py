@@ -31,7 +31,6 @@ FORMS = dict.fromkeys(SPECIAL, "str or object or null") | {"chat_template": "str
 LOOKS_SPECIAL = re.compile("<[|\uff5c].*[|\uff5c]>")  # DeepSeek's turn marks are not flagged special
 # `{% generation %}` marks the assistant's words. Only its scope matters here: the sampled tokens are trained on.
 GENERATION_TAG = re.compile(r"({%[-+]?\s*(?:end)?)generation(?=\s*[-+]?%})")
-HALF_A_TAG = re.compile(r"[<\[][^<>\[\]]*\Z")  # with which two texts may go on alike
 PRIVATE_USE = range(0xF0000, 0x10FFFE)
 Dicts = Sequence[dict]  # messages, or tools
 Nested = dict | list | tuple | str | float | bool | None  # what messages, tools and template arguments are made of
@@ -183,7 +182,7 @@ class Tokenizer:
     @cached_property
     def turn_end(self) -> int | None:
         """The token that the template writes behind an assistant's message; None if it writes none there."""
-        asked, said = _unused_characters([], 2)
+        asked, said = unused_characters([], 2)
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
         # A template may leave the last turn open (vLLM's for ChatML), refuse to end with it, or want a system message.
         for talk in (turns, [*turns, turns[0]], [{"role": "system", "content": "a"}, *turns]):
@@ -200,12 +199,6 @@ class Tokenizer:
             if ends:
                 return tokens[max(ends, key=len)]
         return None
-
-    @property
-    def turn_ends(self) -> list[str]:
-        """The tokens that end an assistant's turn."""
-        ids = [*self.eos_token_ids, self.turn_end]
-        return [self.added[token_id] for token_id in ids if token_id in self.added]
 
     def shows_tools(self, messages: Dicts, tools: Dicts, template_kwargs: dict | None = None) -> bool:
         """Whether the template writes the tools into this prompt; True where it refuses it without tools."""
@@ -240,33 +233,14 @@ class Tokenizer:
         raises ControlTokenInText. DataError if the template refuses the messages. Of a prompt of more than `max_tokens`
         it may return only the first ids, but more than `max_tokens`: to encode 25 MB takes 24 s.
         """
-        text = self._write(messages, tools, add_generation_prompt, template_kwargs, escape=escape)
+        text = self.write(messages, tools, add_generation_prompt, template_kwargs, escape=escape)
         if escape:
             text = encodable(text)
-        return self._whole_ids(text, max_tokens)
+        return self.whole_ids(text, max_tokens)
 
-    def open_reply_ids(
-        self,
-        messages: Dicts,
-        tools: Dicts | None = None,
-        *,
-        template_kwargs: dict | None = None,
-        max_tokens: int | None = None,
-    ) -> list[int]:
-        """Chat messages -> ids up to the last character of the last message, an assistant's, with which the reply goes
-        on. Control tokens are escaped. template_kwargs, max_tokens: as in `render`. Raises DataError if the template
-        refuses the messages or leaves out the last one."""
-        *before, last = messages
-        [hole] = _unused_characters([messages, tools, template_kwargs])
-        opened = {**last, "content": last["content"] + hole}
-        text = self._write([*before, opened], tools, False, template_kwargs, escape=True)
-        if hole not in text:
-            raise DataError("the chat template leaves out the assistant's last message: a reply cannot go on with it")
-        return self._whole_ids(encodable(text[: text.rindex(hole)]), max_tokens)
-
-    def _whole_ids(self, text: str, max_tokens: int | None) -> list[int]:
+    def whole_ids(self, text: str, max_tokens: int | None) -> list[int]:
         """Of a text that begins a prompt."""
-        ids = self._encode(text, max_tokens)
+        ids = self.encode(text, max_tokens)
         if self.templates or not ids:
             return ids
         return self._ids_before_text() + ids
@@ -280,79 +254,6 @@ class Tokenizer:
             start += 1
             assert start < len(whole), (whole, plain)
         return whole[:start]
-
-    def observation_ids(
-        self,
-        messages: Dicts,
-        reply_ids: Sequence[int],
-        observation: Dicts,
-        tools: Dicts | None = None,
-        *,
-        calling: dict | None = None,
-        template_kwargs: dict | None = None,
-        max_tokens: int | None = None,
-    ) -> list[int]:
-        """Ids to append to a sampled reply: everything the template writes up to the opening of the next reply.
-
-        messages: the conversation before the reply. The reply itself is never encoded: the template gets one private
-        character in its place; or `calling`, the message of a reply that calls tools, with the character in its last
-        call. The reply's sampled end token is not repeated. Control tokens in the observation are escaped. Where a
-        template rewrites earlier turns (drops their thinking), the sampled ids stay as they were sampled.
-        template_kwargs, max_tokens: as in `render`. Raises DataError if the template refuses the observation, or leaves
-        out the reply or a message of the observation.
-        """
-        end = ""
-        if len(reply_ids) > 0:
-            end = self.added.get(int(reply_ids[-1]), "")
-        hole, mark = _unused_characters([messages, calling, observation, tools, template_kwargs], 2)
-        behind = partial(self._behind, hole, mark, observation, tools, template_kwargs)
-        text = None
-        if calling is not None:
-            text = behind([*messages, _with_hole(calling, hole)], [end, *self.turn_ends])
-        if text is None:
-            text = behind([*messages, {"role": "assistant", "content": hole}])
-        if text is None:
-            raise DataError("the chat template leaves out the assistant's last message: it cannot do several turns")
-        text = encodable(text)
-        if end:
-            text = re.sub(rf"\A\s*{re.escape(end)}", "", text)  # Llama 2 has a space before it
-        # Behind what is before it: a tokenizer may open a text that stands alone with a space (Metaspace).
-        before = self._encode(hole + end, max_tokens)
-        whole = self._encode(hole + end + text, max_tokens)
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return self._encode(text, max_tokens)
-
-    def _behind(
-        self,
-        hole: str,
-        mark: str,
-        observation: Dicts,
-        tools: Dicts | None,
-        template_kwargs: dict | None,
-        messages: Dicts,
-        ends: Sequence[str] = (),
-    ) -> str | None:
-        """What the template writes behind the messages, the last of which has the hole; None if it does not write it.
-        mark: a character that nothing has, either. ends: where the hole stands in a call, the tokens one of which ends
-        the reply; without one the reply ends with the marks that close the call."""
-        write = partial(self._write, tools=tools, template_kwargs=template_kwargs, escape=True)
-        text = write([*messages, *observation], add_generation_prompt=True)
-        if hole not in text:
-            return None
-        behind = text[text.rindex(hole) + 1 :]
-        texts = [message["content"] for message in observation if isinstance(message["content"], str)]
-        if not all(content.strip() in behind for content in texts):  # written in another way?
-            marked = [_marked(message, mark) for message in observation]
-            text = write([*messages, *marked], add_generation_prompt=True)
-            if text[text.rindex(hole) :].count(mark) < len(texts):
-                raise DataError(f"the chat template leaves out a message behind a reply: {observation!r:.200}")
-        if not ends:
-            return behind
-        alone = write(messages, add_generation_prompt=False)
-        closing = HALF_A_TAG.sub("", _common_start(behind, alone[alone.rindex(hole) + 1 :]))
-        places = [closing.index(token) for token in ends if token and token in closing]
-        return behind[min(places, default=len(closing)) :]
 
     def stop_string(self, ids: Sequence[int], strings: Sequence[str]) -> str | None:
         """The string of `strings` that the last of the ids completes, if any. Ids may be parts of characters."""
@@ -381,7 +282,8 @@ class Tokenizer:
         texts[-1] += self.decode(ids, special=True).removeprefix("".join(texts))
         return texts
 
-    def _encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
+        """Text -> ids, control tokens too; max_tokens: as in `render`."""
         if max_tokens is not None:
             start = text[: 16 * max_tokens + 256]
             if len(start) < len(text):
@@ -390,7 +292,7 @@ class Tokenizer:
                     return ids
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _write(
+    def write(
         self,
         messages: Dicts,
         tools: Dicts | None,
@@ -465,7 +367,7 @@ def _escaped_token(match: re.Match) -> str:
     return token[0] + ESCAPE
 
 
-def _unused_characters(value: Nested, number: int = 1) -> list[str]:
+def unused_characters(value: Nested, number: int = 1) -> list[str]:
     """As many characters for private use that no string in `value` has."""
     used = set()
     for string in _strings(value):
@@ -477,33 +379,6 @@ def _unused_characters(value: Nested, number: int = 1) -> list[str]:
         if len(unused) == number:
             return unused
     raise DataError("the messages use all characters for private use")
-
-
-def _common_start(one: str, other: str) -> str:
-    size = 0
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            break
-        size += 1
-    return one[:size]
-
-
-def _marked(message: dict, mark: str) -> dict:
-    if isinstance(message["content"], str):
-        return message | {"content": mark + message["content"]}
-    return message
-
-
-def _with_hole(calling: dict, hole: str) -> dict:
-    """The message with the hole at the end of its last call."""
-    *others, last = calling["tool_calls"]
-    arguments = last["function"]["arguments"]
-    if isinstance(arguments, dict):
-        filled = {**arguments, hole: hole}
-    else:
-        filled = f"{arguments}{hole}"
-    last = last | {"function": last["function"] | {"arguments": filled}}
-    return calling | {"tool_calls": [*others, last]}
 
 
 def _forms(messages: list[dict]) -> Iterator[list[dict]]:

@@ -21,6 +21,7 @@ from base.agents.parser import Parsed, ReplyParser
 from base.agents.wire_chat import Refused, Request, link_of, read_message
 from base.check import preflight
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import open_reply_ids
 from base.inputs.reader import load
 from base.system.ranks import Ranks
 from config import AgentConfig, ChatServerConfig, ConfigError, SequencePackingConfig
@@ -534,6 +535,6 @@ def test_r2_a_reply_that_goes_on_behind_a_closed_thought_is_content(tiny):
     tokenizer.backend.add_tokens(["<think>", "</think>"])
     parse = ReplyParser(reply_parsers(), tokenizer, ChatServerConfig(reasoning_parser="deepseek_r1"))
     for opening, reasoning in (("<think>hm</think>It is", None), ("<think>hm", "m")):
-        ids = tokenizer.open_reply_ids([{"role": "user", "content": "q"}, {"role": "assistant", "content": opening}])
+        ids = open_reply_ids(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": opening}])
         found = parse("m</think> 5" if reasoning else " 5", None, None, ids)
         assert (found.reasoning, found.content) == (reasoning, " 5")

@@ -21,6 +21,7 @@ from base.agents.wire_chat import Chat, link_of, read_message
 from base.graders.grading import Grading
 from base.graders.reward_function import RewardFunction
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import observation_ids
 from base.system.disk import say
 from base.system.exits import StopRun, report_exit
 from base.system.ranks import Ranks
@@ -447,7 +448,7 @@ def test_an_observation_that_cannot_be_encoded_gets_replacement_characters(case)
     reply = np.int32([65])
     for text, same in (("a\ud800b", "a\ufffdb"), ("\udfff", "\ufffd"), ("\ud83d\ude00", "😀")):
         ids, others = (
-            case.tokenizer.observation_ids(USER, reply, [{"role": "user", "content": content}])
+            observation_ids(case.tokenizer, USER, reply, [{"role": "user", "content": content}])
             for content in (text, same)
         )
         assert ids == others

@@ -21,6 +21,7 @@ from base.agents.wire_anthropic import Messages
 from base.agents.wire_chat import Reply, Request, read_message
 from base.agents.wire_responses import Responses
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import observation_ids, turn_ends
 from config import DataError
 from records import Completion, make_tokens
 
@@ -195,8 +196,8 @@ def check_talk(talk, ours, theirs):
             reply = whole[len(want) :].rstrip()
         last_reply = number
         said = (re.findall(r"SAID\d", json.dumps(message)) or [""])[-1]
-        if not reply.endswith(tuple(ours.turn_ends)):
-            reply += ours.turn_ends[-1]
+        if not reply.endswith(tuple(turn_ends(ours))):
+            reply += turn_ends(ours)[-1]
         add_reply(asked, message, reply, ours)
     return counts
 
@@ -233,7 +234,7 @@ def test_what_follows_a_call_that_was_cut_or_ended_otherwise(tmp_path, end):
     ours, _ = tokenizers_of(tmp_path, "{#- <|eot|> #}" + OWN["parameters"])
     reply = ours.backend.encode("<f=search>" + end, add_special_tokens=False).ids
     calling = says(None, call("search", ONE, a="1"))
-    ids = ours.observation_ids([user("?")], reply, [result("r", ONE, "search")], TOOLS, calling=calling)
+    ids = observation_ids(ours, [user("?")], reply, [result("r", ONE, "search")], TOOLS, calling=calling)
     text = ours.backend.decode(ids, skip_special_tokens=False)
     assert text == "<|im_end|>\n<|im_start|>user\n<r>r</r><|im_end|>\n<|im_start|>assistant\n"
 
@@ -245,8 +246,8 @@ def test_a_result_that_the_template_leaves_out_is_refused(tmp_path):
     )
     for calling in (None, says(None, call("search", ONE))):
         with pytest.raises(DataError, match="leaves out a message"):
-            ours.observation_ids([user("?")], [5], [result("r", ONE, "search")], calling=calling)
-    assert ours.observation_ids([user("?")], [5], [user("r")])
+            observation_ids(ours, [user("?")], [5], [result("r", ONE, "search")], calling=calling)
+    assert observation_ids(ours, [user("?")], [5], [user("r")])
 
 
 @pytest.mark.long

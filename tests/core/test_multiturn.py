@@ -10,10 +10,12 @@ from dist_case import settings
 from environments import ready
 from loop import train_once
 
+import base.hf.turns
 import config
 import envs
 import records
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import observation_ids
 from base.hf.weights import full_tensors
 from config import ConfigError
 from envs import StepResult
@@ -172,8 +174,8 @@ def test_a_step_trains_each_token_by_the_advantage_of_its_turn(converse, policy,
 
 def test_observations_are_the_templates_tokens_behind_the_sampled_ones(converse, synced, tokenizer, monkeypatch):
     """Replies of random bytes, half of them no UTF-8: decoded and encoded again they would be other tokens."""
-    environment, asked, observation_ids = Script(), [], tokenizer.observation_ids
-    monkeypatch.setattr(tokenizer, "observation_ids", lambda *args: asked.append(args) or observation_ids(*args))
+    environment, asked = Script(), []
+    monkeypatch.setattr(base.hf.turns, "observation_ids", lambda *args: asked.append(args) or observation_ids(*args))
     samples = converse(environment, rows(tokenizer, ["1+1", "2+2"]), num_samples=8)
     end = tokenizer.eos_token_ids[0]
     changed = 0
@@ -197,7 +199,7 @@ def test_observations_are_the_templates_tokens_behind_the_sampled_ones(converse,
         assert (s.sequence.tokens["logp"][~s.sequence.tokens["mask"]] == 0).all()
         assert s.sequence.num_tokens == len(s.sequence.prompt_ids) + s.num_gen_tokens + s.sequence.num_env_tokens <= 128
     assert changed >= 8 and end not in [i for s in samples for i in s.sequence.tokens["id"][~s.sequence.tokens["mask"]]]
-    for before, reply_ids, observation, tools in asked:  # the reply as ids only, and whose turn it is
+    for _, before, reply_ids, observation, tools in asked:  # the reply as ids only, and whose turn it is
         assert [m["role"] for m in before] == ["user", "assistant"] * (len(before) // 2) + ["user"] and not tools
         assert observation[0]["content"] == f"hint {len(before) // 2}" and reply_ids[-1] in synced.stop_token_ids
     # The whole conversation, as text, with what the environment said.

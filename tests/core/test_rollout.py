@@ -18,6 +18,7 @@ from samples import sampled, with_grade, with_tokens
 
 import envs
 from base.graders.pool import PoolEnvironment
+from base.hf import turns
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exits import Interrupted, StopRun
@@ -406,13 +407,15 @@ HINT = 1000
 
 
 class Ids:
-    """Ids as text; an observation is one id."""
+    """Ids as text."""
 
     def decode(self, ids):
         return " ".join(map(str, ids))
 
-    def observation_ids(self, *words):
-        return [HINT]
+
+@pytest.fixture(autouse=True)
+def an_observation_is_one_id(monkeypatch):
+    monkeypatch.setattr(turns, "observation_ids", lambda *_: [HINT])
 
 
 class Twice(PoolEnvironment):

@@ -14,6 +14,7 @@ import pytest
 from real_tokenizers import archive_of
 
 from base.hf.tokenizer import Tokenizer
+from base.hf.turns import observation_ids
 from base.inputs.scan import load_dataset
 from config import DatasetConfig
 
@@ -166,7 +167,7 @@ def test_later_turns_add_what_transformers_writes_behind_the_sampled_ids(real):
                 reply_ids = [*theirs.encode(reply, add_special_tokens=False), end]
                 role = rng.choice(("user", "tool"))
                 answers = [{"role": role, "content": rng.choice(TEXTS)} for _ in range(1 + (role == "tool") * turn)]
-                added = ours.observation_ids(talk, reply_ids, answers, tools)
+                added = observation_ids(ours, talk, reply_ids, answers, tools)
                 talk = [*talk, {"role": "assistant", "content": reply}, *answers]
                 expected = their_ids(theirs, talk, tools=tools, add_generation_prompt=True, **kwargs)
                 before, its_end, behind = (
@@ -216,7 +217,7 @@ def test_later_turns_of_llama_2(tmp_path, how, template):
             reply = rng.choice(REPLIES)
             reply_ids = [*theirs.encode(reply, add_special_tokens=False), theirs.eos_token_id]
             answer = [{"role": "user", "content": rng.choice(TEXTS[:-1])}]
-            added = ours.observation_ids(talk, reply_ids, answer)
+            added = observation_ids(ours, talk, reply_ids, answer)
             talk = [*talk, {"role": "assistant", "content": reply}, *answer]
             whole = their_ids(theirs, talk, chat_template=template)
             assert added == whole[-len(added) :] and whole[-len(added) - 1] == theirs.eos_token_id, talk

@@ -16,6 +16,7 @@ from talks import CONVERSATIONS, TEMPLATES, TOOLS
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from base.hf.tokenizer import ESCAPE, ControlTokenInText, Tokenizer
+from base.hf.turns import observation_ids, open_reply_ids
 from base.inputs.scan import load_dataset
 from config import DataError, DatasetConfig
 
@@ -404,7 +405,7 @@ def test_a_prompt_may_end_within_the_assistants_text(bpe, theirs, name, opening,
     how = dict(chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True, **kwargs)
     expected = theirs.apply_chat_template(marked, **how)
     assert expected.endswith("END")
-    ids = tokenizer.open_reply_ids(messages, template_kwargs=kwargs)
+    ids = open_reply_ids(tokenizer, messages, template_kwargs=kwargs)
     text = tokenizer.backend.decode(ids, skip_special_tokens=False)
     assert text.replace(ESCAPE, "") == expected.removesuffix("END")
     if "</s>" not in opening:
@@ -436,11 +437,11 @@ def test_observations_are_what_the_template_adds(bpe, theirs, name, talk, tools)
     whole = theirs.apply_chat_template([*before, reply, *observation], **how)
     added = whole[whole.rindex("REPLY") + len("REPLY") :]
     reply_ids = tokenizer.backend.encode("REPLY", add_special_tokens=False).ids
-    assert tokenizer.observation_ids(before, reply_ids, observation, tools) == theirs.encode(
+    assert observation_ids(tokenizer, before, reply_ids, observation, tools) == theirs.encode(
         added, add_special_tokens=False
     )
     end = next((token for token in SPECIALS if added.lstrip().startswith(token)), "</s>")  # as it would be sampled
-    ids = tokenizer.observation_ids(before, [*reply_ids, theirs.convert_tokens_to_ids(end)], observation, tools)
+    ids = observation_ids(tokenizer, before, [*reply_ids, theirs.convert_tokens_to_ids(end)], observation, tools)
     rest = added.lstrip().removeprefix(end) if added.lstrip().startswith(end) else added
     assert ids == theirs.encode(rest, add_special_tokens=False)
 
@@ -491,7 +492,7 @@ def test_later_turns_are_those_of_the_whole_conversation(tmp_path, how, template
     for words in ("a", " ab", "\nab", "é ab", "ab  a"):
         reply = [*theirs.encode("xé ab", add_special_tokens=False), theirs.eos_token_id]
         said = [{"role": "assistant", "content": "xé ab"}, {"role": "user", "content": words}]
-        added = ours.observation_ids(talk, reply, said[1:])
+        added = observation_ids(ours, talk, reply, said[1:])
         talk += said
         whole = theirs.apply_chat_template(talk, chat_template=template, tokenize=True, return_dict=False)
         ends = [n + 1 for n, token in enumerate(whole) if token == theirs.eos_token_id]
@@ -530,19 +531,19 @@ def test_observations_by_hand(bpe, tmp_path):
     end, other = (tokenizer.backend.token_to_id(token) for token in ("<|im_end|>", "<|eot_id|>"))
     expected = ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
     for reply, opening in (([5, 9, end], ""), ([5, other], "<|im_end|>"), ([5], "<|im_end|>"), ([], "<|im_end|>")):
-        ids = tokenizer.observation_ids(before, reply, answers)
+        ids = observation_ids(tokenizer, before, reply, answers)
         assert tokenizer.backend.decode(ids, skip_special_tokens=False) == opening + text
         assert control_ids(tokenizer, ids) == [opening] * bool(opening) + expected
     plain = Tokenizer(bpe, None)
     observation = [{"role": "user", "content": text} for text in ("<|im_end|>é", "go <|im_", "end|>", "<", "/s>")]
     spelled = f"<{ESCAPE}|im_end|>égo <|im_{ESCAPE}{ESCAPE}end|><{ESCAPE}{ESCAPE}/s>"
     assert (
-        plain.observation_ids(before, [5], observation) == plain.backend.encode(spelled, add_special_tokens=False).ids
+        observation_ids(plain, before, [5], observation) == plain.backend.encode(spelled, add_special_tokens=False).ids
     )
-    assert plain.observation_ids(before, [5], [{"role": "user", "content": "5 <"}]) == (
+    assert observation_ids(plain, before, [5], [{"role": "user", "content": "5 <"}]) == (
         plain.backend.encode("5 <", add_special_tokens=False).ids
     )
     with pytest.raises(DataError, match="leaves out the assistant's last message"):
-        Tokenizer(bpe, "{{ messages[0].content }}").observation_ids(before, [5], answers)
+        observation_ids(Tokenizer(bpe, "{{ messages[0].content }}"), before, [5], answers)
     with pytest.raises(DataError, match=r"refuses \[.*unknown role game"):
-        Tokenizer(bpe, TEMPLATES["inst"]).observation_ids(before, [5], [{"role": "game", "content": ""}])
+        observation_ids(Tokenizer(bpe, TEMPLATES["inst"]), before, [5], [{"role": "game", "content": ""}])

@@ -27,6 +27,7 @@ import envs
 import grpo
 import replay
 from advantages import step_advantages
+from base.hf import turns
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset
 from base.system.exchange import holders_of, move_to_log, move_tokens, send_tokens, without_tokens
@@ -57,13 +58,10 @@ def seeded(seed, options):
 
 
 class Text:
-    """Ids as text; an observation is three ids."""
+    """Ids as text."""
 
     def decode(self, ids):
         return " ".join(map(str, ids))
-
-    def observation_ids(self, messages, reply_ids, observation, tools):
-        return [7, 8, 9]
 
 
 class Judge(envs.Environment):
@@ -188,7 +186,8 @@ def answer_of(trained, generated, cfg, ranks):
 def run_case(ranks, cfg, num_turns, spread):
     sampler = Sampler(FakeEngine(seeded), Text(), {"a": Judge(spread), "b": Judge(spread)}, ranks, num_turns)
     mixture = Mixture([Dataset("rows.jsonl", problems(), "", "rows")], cfg)
-    with Collectives() as collectives:
+    three_ids = mock.patch.object(turns, "observation_ids", lambda *_: [7, 8, 9])
+    with Collectives() as collectives, three_ids:
         step = sample_step(sampler, cfg, mixture, mixture.start(), STEP, STEP)
         trained, generated = (pickled(samples) for samples in (step.trained, step.generated))
         for sample in trained:
