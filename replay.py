@@ -21,7 +21,7 @@ import torch
 
 from advantages import step_advantages
 from base.inputs import reader
-from base.inputs.resume import checkpoint_folder, of_this_program, read_meta
+from base.inputs.checkpoints import checkpoint_folder, of_this_program, read_meta
 from base.inputs.run_inputs import num_steps_of, read_inputs
 from base.system.disk import keep_console
 from base.system.exits import exit_process, run_command

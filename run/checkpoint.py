@@ -1,4 +1,4 @@
-"""Writes checkpoints. run/restore.py reads them; base/inputs/resume.py finds them and tells which are whole.
+"""Writes checkpoints. run/restore.py reads them; base/inputs/checkpoints.py finds them and tells which are whole.
 
 A checkpoint is a folder `step_000010/` with one safetensors file per rank and `meta.json`. A rank's file has its rows
 of the float32 master weights, of the optimizer's state and of the reference policy, and whole the buffers that belong
@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from base.hf.folder import weight_files
 from base.hf.weights import ADAPTER, local_shard, sharded_parameters
-from base.inputs.resume import VERSION, by_metric, committed, digest, numbered, read_meta
+from base.inputs.checkpoints import VERSION, by_metric, committed, digest, numbered, read_meta
 from base.system.disk import flush, replace_folder, write_whole
 from base.system.exits import Saved, StopRun
 from base.system.ranks import Ranks, any_rank, gather, on_rank0

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from base.hf.tokenizer import Tokenizer
-from base.inputs.resume import VERSION, of_this_program
+from base.inputs.checkpoints import VERSION, of_this_program
 from base.system.exchange import holders_of, move_tokens
 from base.system.ranks import gather
 from head import response_logps

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from base.hf.weights import sync_weights
-from base.inputs.resume import checkpoint_folder
+from base.inputs.checkpoints import checkpoint_folder
 from base.system.disk import write_whole
 from metrics import summarize
 from model import Decoder

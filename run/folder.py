@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from base.inputs import reader
-from base.inputs.resume import checkpoint_folder, numbered
+from base.inputs.checkpoints import checkpoint_folder, numbered
 from base.system.disk import describe_os_error, write_whole
 from base.system.exits import host_name
 from base.system.files import parse_json, read_bytes

@@ -12,7 +12,7 @@ import torch
 from base.check.command_line import gpu_memory, parse_command_line
 from base.check.rules import must_save_by_seconds
 from base.check.summary import data_lines, notes, template_notes
-from base.inputs.resume import checkpoint_folder
+from base.inputs.checkpoints import checkpoint_folder
 from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs, start_environments
 from base.system.exits import NO_PEERS, Signals, describe_failure, report_exit
 from base.system.optimizer import Optimizer

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from base.hf.weights import local_shard
-from base.inputs.resume import candidates, damaged, of_this_program, read_meta
+from base.inputs.checkpoints import of_this_program, read_meta
+from base.inputs.resume import candidates, damaged
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, gather, local_rows, on_rank0
 from config import CheckpointingConfig, ConfigError

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from base.check.command_line import ALL_RANKS_GENERATE
 from base.hf.folder import resolve_folder
-from base.inputs import reader, resume
+from base.inputs import reader
+from base.inputs.checkpoints import checkpoint_folder
+from base.inputs.resume import check_resumable
 from base.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
 from base.system.disk import keep_console
 from base.system.exits import exit_process, run_command
@@ -36,14 +38,14 @@ def work() -> str:
         asked.append(f"checkpointing.resume_step={words.pop(0)}")
     cfg = reader.load(run / "config.yaml", [*words, *asked])
     ranks, device = start_process_group(1)
-    on_rank0(partial(resume.check_resumable, cfg, to_train=False))
+    on_rank0(partial(check_resumable, cfg, to_train=False))
     folder = resolve_folder(cfg.policy.model_name, "policy.model_name")
     model_config = read_policy_config(cfg, folder)
     tokenizer = read_tokenizer(cfg.policy.tokenizer, "policy.tokenizer.name", folder)
     inputs = RunInputs(folder, model_config, tokenizer, None, {}, {})
     model = build_policy(cfg, inputs, ranks, device)
     base = hash_of_base(cfg, inputs, ranks)
-    saved = resume.checkpoint_folder(cfg.checkpointing, run)
+    saved = checkpoint_folder(cfg.checkpointing, run)
     step = restore.load(saved, cfg.checkpointing, model, None, ranks, {}, base)["step"]
     out = run / "exports" / f"step_{step:06d}"
     export(cfg, model, out, inputs, base)

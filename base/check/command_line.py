@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 
 from base.check import rules
-from base.inputs import resume
 from base.inputs.run_inputs import number_in_environment
 from base.plan.gpus import GIB
 from config import Config, ConfigError
@@ -32,7 +31,12 @@ def parse_command_line(argv: Sequence[str], usage: str, reads_data: bool = True)
     ranks_of_node = number_in_environment("LOCAL_WORLD_SIZE")
     explain = "--explain" in flags
     cfg = rules.load_checked(words[0], words[1:], num_ranks, ranks_of_node, explain=explain, reads_data=reads_data)
-    return resume.resolve(cfg)
+    ckpt = cfg.checkpointing
+    if ckpt.resume not in ("auto", "must") or ckpt.resume_from:
+        return cfg
+    from base.inputs.resume import resolve  # a run that looks for none to continue does without
+
+    return resolve(cfg)
 
 
 def last_value(flag: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -19,7 +19,7 @@ from base.hf.family import NATIVE
 from base.hf.folder import check_weights, has_experts_together, missing_weights, read_model_config, resolve_folder
 from base.hf.model_config import ModelConfig, NativeConfig
 from base.hf.tokenizer import Tokenizer
-from base.inputs import resume
+from base.inputs.checkpoints import check_folders
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset, OnRank0, load_dataset
 from base.system.users_code import ROOT, call, needed_by
@@ -78,9 +78,11 @@ def read_inputs(
     Without `reads_data` the model is all there is. max_rows, on_rank0: as in `load_dataset`."""
     if to_train:
         check_wandb(cfg.logger)
-    resume.check_folders(cfg)
+    check_folders(cfg)
     if cfg.checkpointing.resume_from:
-        resume.check_resumable(cfg, to_train)
+        from base.inputs.resume import check_resumable  # a run that continues none does without
+
+        check_resumable(cfg, to_train)
     folder, model, tokenizer = read_policy(cfg, to_plan)
     if not reads_data:
         return RunInputs(folder, model, tokenizer, Mixture((), cfg), {}, {})

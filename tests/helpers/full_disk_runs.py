@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from small_run import arguments, write_rows
 
 import grpo
-from base.inputs.resume import checkpoints, read_meta
+from base.inputs.checkpoints import checkpoints, read_meta
 from base.system.disk import keep_console
 from run import steps
 

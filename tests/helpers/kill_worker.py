@@ -23,7 +23,7 @@ import torch._dynamo  # what each optimizer imports: here once for all lives
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
-from base.inputs import resume
+from base.inputs.checkpoints import numbered
 from base.system.ranks import Ranks
 from config import CheckpointingConfig, ConfigError
 from run import checkpoint, restore
@@ -88,7 +88,7 @@ def live(rank: int, folder: Path, life: int, point: str | None) -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     model, optimizer = model_at(-1, mesh)
     step = 0
-    if resume.checkpoints(checkpoints):
+    if numbered(checkpoints, "step_"):
         state = restore.load(checkpoints, CheckpointingConfig(resume="auto"), model, optimizer, ranks, {})
         step = state["step"]
         assert state == {"step": step, "cursor": step * 7}, state

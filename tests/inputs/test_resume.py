@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 import config
-from base.inputs import reader, resume
+from base.check.command_line import parse_command_line
+from base.inputs import checkpoints, reader, resume
 from config import ConfigError
 
 
@@ -29,8 +30,8 @@ def write_checkpoint(folder, **changes):
     (folder / "rank_00000.safetensors").write_bytes(b"12345")
     files = {"rank_00000.safetensors": {"bytes": 5, "sha256": ""}}
     step = int(folder.name.removeprefix("step_"))
-    meta = {"version": resume.VERSION, "step": step, "world_size": 2, "files": files, "state": {}, "metric": None}
-    (folder / "meta.json").write_text(json.dumps(meta | changes | {"sha256": resume.digest(meta | changes)}))
+    meta = {"version": checkpoints.VERSION, "step": step, "world_size": 2, "files": files, "state": {}, "metric": None}
+    (folder / "meta.json").write_text(json.dumps(meta | changes | {"sha256": checkpoints.digest(meta | changes)}))
 
 
 def refused(cfg, **kwargs):
@@ -130,7 +131,7 @@ def test_a_run_of_another_version_is_refused_with_a_sentence(run, tmp_path):
         assert "provenance.json" in str(error.value) and "start a new run" in str(error.value)
     shutil.copytree(folder, tmp_path / "logs" / "exp_002")
     write_checkpoint(tmp_path / "logs" / "exp_002" / "checkpoints" / "step_000011")
-    found = resume.numbered(tmp_path / "logs", "exp_")
+    found = checkpoints.numbered(tmp_path / "logs", "exp_")
     assert list(found.items()) == [(2, tmp_path / "logs" / "exp_002"), (1, folder)]
 
 
@@ -170,7 +171,7 @@ def test_damaged_newest_is_refused_by_name_and_auto_goes_on_before_it(run, spoil
     assert f"{newest}/{said}" in problem and "checkpointing.resume=auto" in problem and f"remove {newest}" in problem
     auto = replace(cfg, checkpointing=replace(cfg.checkpointing, resume="auto"))
     resume.check_resumable(auto)
-    assert [path.name for path in resume.committed(folder / "checkpoints")] == ["step_000009"]
+    assert [path.name for path in checkpoints.committed(folder / "checkpoints")] == ["step_000009"]
     (folder / "checkpoints" / "step_000009" / "meta.json").unlink()
     for wanted in (cfg, auto):
         assert f"no complete checkpoint in {folder}/checkpoints ({newest}/{said}" in refused(wanted)
@@ -180,10 +181,11 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):
     folder, cfg = run
     logs = config.LoggerConfig(log_dir=str(tmp_path / "logs"))
 
-    def found(mode, **changes):
-        return resume.resolve(
-            replace(cfg, logger=logs, checkpointing=config.CheckpointingConfig(resume=mode, **changes))
-        ).checkpointing.resume_from
+    def found(mode, *words):
+        asked = [f"logger.log_dir={logs.log_dir}", f"checkpointing.resume={mode}", *words]
+        return parse_command_line([f"{tmp_path}/recipe.yaml", *asked], "", False).checkpointing.resume_from
+
+    (tmp_path / "recipe.yaml").write_text(reader.to_yaml(cfg))
 
     (tmp_path / "logs" / "exp_003").mkdir()  # killed before its first checkpoint
     assert found("auto") == found("must") == str(folder)
@@ -191,8 +193,8 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):
     assert folder.name in said and "exp_003" in said
     shutil.copytree(folder, tmp_path / "logs" / "exp_010")
     assert found("auto") == found("must") == str(tmp_path / "logs" / "exp_010")
-    assert found("auto", resume_from=str(folder)) == str(folder)
-    assert found("never") is found(None) is None
+    assert found("auto", f"checkpointing.resume_from={folder}") == str(folder)
+    assert found("never") is found("null") is None
     assert resume.newest_step(replace(cfg, checkpointing=config.CheckpointingConfig(), logger=logs)) == 10
     assert resume.newest_step(cfg) == 10, "the run that is named"
     logs = config.LoggerConfig(log_dir=str(tmp_path / "none"))
@@ -205,26 +207,26 @@ def test_newest_run_with_a_checkpoint_is_found(run, tmp_path, capsys):
 
 def test_run_folder_that_must_not_be_written(run, monkeypatch):
     folder, cfg = run
-    make = resume.tempfile.TemporaryFile
+    make = checkpoints.tempfile.TemporaryFile
 
     def make_elsewhere(dir):
         if dir == folder:
             raise PermissionError(13, "Permission denied")
         return make(dir=dir)
 
-    monkeypatch.setattr(resume.tempfile, "TemporaryFile", make_elsewhere)  # root may write anywhere
+    monkeypatch.setattr(checkpoints.tempfile, "TemporaryFile", make_elsewhere)  # root may write anywhere
     assert refused(cfg) == f"checkpointing.resume_from={folder}: cannot write in {folder} (Permission denied)"
     resume.check_resumable(cfg, to_train=False)
 
 
 def test_runs_that_share_a_checkpoint_dir_have_a_folder_each(run, tmp_path, monkeypatch):
     folder, cfg = run
-    assert resume.checkpoint_folder(config.CheckpointingConfig(), folder) == folder / "checkpoints"
+    assert checkpoints.checkpoint_folder(config.CheckpointingConfig(), folder) == folder / "checkpoints"
     shared = config.CheckpointingConfig(checkpoint_dir=str(tmp_path / "big"), resume_from=str(folder))
-    assert resume.checkpoint_folder(shared, folder) == tmp_path / "big" / "exp_001"
-    assert resume.checkpoint_folder(shared, folder.parent / "exp_002") == tmp_path / "big" / "exp_002"
+    assert checkpoints.checkpoint_folder(shared, folder) == tmp_path / "big" / "exp_001"
+    assert checkpoints.checkpoint_folder(shared, folder.parent / "exp_002") == tmp_path / "big" / "exp_002"
     monkeypatch.chdir(folder)
-    assert resume.checkpoint_folder(shared, resume.Path(".")) == tmp_path / "big" / "exp_001"
+    assert checkpoints.checkpoint_folder(shared, checkpoints.Path(".")) == tmp_path / "big" / "exp_001"
     assert f"no complete checkpoint in {tmp_path}/big/exp_001" in refused(replace(cfg, checkpointing=shared))
     (tmp_path / "big").mkdir()
     (folder / "checkpoints").rename(tmp_path / "big" / "exp_001")

@@ -25,7 +25,7 @@ from torch import cat, equal
 from torch.distributed.tensor import DTensor
 
 from base.hf.weights import full_tensors
-from base.inputs.resume import committed, digest
+from base.inputs.checkpoints import committed, digest
 from base.system.exits import EXIT_SAVED, Saved, StopRun, host_name, report_exit
 from base.system.optimizer import Optimizer
 from base.system.ranks import start_process_group

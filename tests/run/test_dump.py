@@ -17,7 +17,7 @@ from small_run import ROOT, STARTER, arguments, write_rows
 import grpo
 import replay
 from base.hf.tokenizer import Tokenizer
-from base.inputs.resume import digest
+from base.inputs.checkpoints import digest
 from base.system.exits import StopRun
 from config import ConfigError
 from run import checkpoint, dump, steps
