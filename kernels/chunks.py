@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels import sizes
 from kernels.backend import KernelBackend, choose_backend
-from kernels.filter import mark_cut_targets_
 from kernels.logits import LogitChunk, LogitOptions
 from kernels.matmul import mm_wide, wide_dtype
 
@@ -39,7 +38,8 @@ class TorchChunk(LogitChunk):
         logp_C = target_logit_C / temperature - self.sum_C.log()
         weighted_C = exp_CV.mul_(self.shifted_CV).sum(1)
         self.entropy_C = self.sum_C.log() - weighted_C / (self.sum_C * temperature)
-        mark_cut_targets_(logp_C)
+        if self.options.sampling_filter:
+            self.options.sampling_filter.mark_cut_targets_(logp_C)
         return torch.stack([logp_C, self.entropy_C])
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:

@@ -39,8 +39,7 @@ class SamplingFilter:
             mass_CV[:, -1] = 2  # above any bound: the likeliest always stays
             logits_CV.scatter_(1, index_CV, sorted_CV.masked_fill_(mass_CV <= 1 - self.top_p, CUT))
 
-
-def mark_cut_targets_(logp_C: Tensor) -> None:
-    """Sets logp to -inf, in place, where a filter cut the target. The bound is CUT divided by a temperature that none
-    exceeds: a cut target is below it, any other log-probability above."""
-    logp_C.masked_fill_(logp_C < CUT / 1e9, -math.inf)
+    def mark_cut_targets_(self, logp_C: Tensor) -> None:
+        """Sets logp to -inf, in place, where the target is cut. The bound is CUT divided by a temperature that none
+        exceeds: a cut target is below it, any other log-probability above."""
+        logp_C.masked_fill_(logp_C < CUT / 1e9, -math.inf)

@@ -1,12 +1,15 @@
 """What logits are, beside the weights, and what is computed from a chunk of them: in PyTorch or in Triton."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.backend import KernelBackend
-from kernels.filter import SamplingFilter
+
+if TYPE_CHECKING:
+    from kernels.filter import SamplingFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class LogitOptions:
 
     temperature: float = 1.0
     vocab: int | None = None
-    sampling_filter: SamplingFilter | None = None
+    sampling_filter: "SamplingFilter | None" = None
     backend: KernelBackend | None = None
     softcap: float | None = None
 

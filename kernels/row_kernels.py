@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.filter import CUT, mark_cut_targets_
+from kernels.filter import CUT
 from kernels.logits import LogitChunk
 
 BLOCK = 8192  # columns that a program has in registers: 16 a thread
@@ -59,7 +59,8 @@ class TritonChunk(LogitChunk):
             1 / self.options.temperature,
             **launch_options(row_stride),
         )
-        mark_cut_targets_(self.stats_4C[0])
+        if self.options.sampling_filter:
+            self.options.sampling_filter.mark_cut_targets_(self.stats_4C[0])
         return self.stats_4C[:2]
 
     def dlogits(self, g_C: Tensor, h_C: Tensor | None) -> Tensor:

@@ -20,7 +20,6 @@ from config import Config, ConfigError, GenerationConfig
 from engine import VLLMEngine, reply_parsers
 from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_loss
 from kernels.backend import choose_backend
-from kernels.filter import SamplingFilter
 from loss import policy_loss
 from model import Decoder, load_policy
 from records import Engine
@@ -29,6 +28,7 @@ from run import checkpoint
 
 if TYPE_CHECKING:
     from base.agents.endpoint import Endpoint
+    from kernels.filter import SamplingFilter
     from reference import Reference
     from run.served_teacher import ServedTeacher
     from run.split.generators import Generators
@@ -70,9 +70,13 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
     )
 
 
-def sampling_filter_of(cfg: GenerationConfig) -> SamplingFilter | None:
+def sampling_filter_of(cfg: GenerationConfig) -> "SamplingFilter | None":
     """None where top_p and top_k keep all tokens."""
-    return SamplingFilter(cfg.top_p, cfg.top_k) if cfg.top_p < 1 or cfg.top_k else None
+    if cfg.top_p == 1 and not cfg.top_k:
+        return None
+    from kernels.filter import SamplingFilter  # a run that samples from all tokens does without
+
+    return SamplingFilter(cfg.top_p, cfg.top_k)
 
 
 def reference_dtype(cfg: Config) -> torch.dtype:

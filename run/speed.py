@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from base.hf.model_config import ModelConfig
-from base.plan.gpus import PEAK_FLOPS
 from base.system.ranks import gather
 from config import LoRAConfig, PolicyConfig
 from metrics import Numbers
@@ -83,9 +82,12 @@ def performance_metrics(
     is_scored = micros[0].old_logp_R is not None or micros[0].ref_logp_R is not None
     if is_scored:
         values["performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = tokens / scoring / num_trainers
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if policy.precision == "bfloat16" and device in PEAK_FLOPS:
-        values["performance/train_fp_utilization"] = train_tflops * 1e12 / PEAK_FLOPS[device]
+    if policy.precision == "bfloat16":
+        from base.plan.gpus import PEAK_FLOPS  # in bfloat16
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        if device in PEAK_FLOPS:
+            values["performance/train_fp_utilization"] = train_tflops * 1e12 / PEAK_FLOPS[device]
     values["performance/train_tokens"] = train["train_tokens"]
     values["timing/train/valid_tokens_per_sec_per_gpu"] = train["global_valid_toks"] / total / num_all
     return values

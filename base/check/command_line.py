@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from base.check import rules
 from base.inputs.run_inputs import number_in_environment
-from base.plan.gpus import GIB
 from config import Config, ConfigError
 
 COLOCATED = "policy.generation.colocated"
@@ -54,4 +53,6 @@ def gpu_memory(argv: Sequence[str]) -> tuple[float | None, list[str]]:
         return None, others
     if not re.fullmatch(r"[1-9][0-9]{0,5}(\.[0-9]+)?", gib):
         raise ConfigError(f"{flag}{gib:.80}: expected a GPU's memory in GiB, such as {flag}80")
+    from base.plan.gpus import GIB  # this flag alone needs it
+
     return float(gib) * GIB, others

@@ -26,9 +26,7 @@ def read_messages(given: Json) -> list[dict]:
 
 
 def _listed_messages(text: str) -> list[dict] | None:
-    """The messages that a text lists in JSON; None for any other text."""
-    if not text.lstrip().startswith("[{"):
-        return None
+    """The messages that a text lists in JSON, which begins with [{; None for any other text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
