@@ -598,7 +598,7 @@ class DataConfig(Section):
     num_prompts_per_dataloader: int | None = key(None, ">= 1")
     """With use_multiple_dataloader, but no custom_dataloader, this many prompts come from a set before the next set."""
     custom_dataloader: str | None = None
-    """module:function of yours chooses the set of each prompt of a step (see base/inputs/mixing.py); null: turns."""
+    """module:function of yours chooses the set of each prompt (see base/inputs/set_choice.py); null: turns."""
     task_to_env: Mapping[str, str] = field(default_factory=dict)
     """A row whose `task_name` is a key here goes to that env_name; other task names are env_names themselves."""
     train: tuple[DatasetConfig, ...] = ()  # in yaml a mapping, or a list of mappings

@@ -27,7 +27,7 @@ def data_lines(cfg: Config, inputs: RunInputs, cursor: Cursor) -> list[str]:
     if any(dataset.is_sample for _, dataset in inputs.sets):
         problem = inputs.sets[0][1].problems[0]  # the next one may be a row that was not checked
     else:
-        count = cfg.grpo.prompts_per_batch if inputs.train.dataloader or inputs.train.selections else 1
+        count = cfg.grpo.prompts_per_batch if inputs.train.has_dataloader or inputs.train.selections else 1
         problem = inputs.train.draw(cursor, count)[0][0]
     prompt = inputs.tokenizer.backend.decode(problem.prompt_ids, skip_special_tokens=False)
     answer = _ends(problem.answer, SHOWN_CHARS // 4)

@@ -1,22 +1,12 @@
-"""Which problems come next: by size (all sets in one shuffled order), by weight, in turn, or by a user's dataloader.
+"""Which problems come next: of all sets in one shuffled order, or of the sets that a rule chooses (set_choice.py).
 
 The draw depends only on the config and on a cursor, a small dict of JSON values that checkpoints keep. Where a set has
-a prompt_selection (selection.py), this file chooses the set alone, and what has been seen of its rows chooses the row.
-
-The user's dataloader, data.custom_dataloader, is called once per draw with keyword arguments:
-    f(num_prompts, sizes, records, memory, position, seed) -> a list of `num_prompts` items. An item is the name of a
-    set, for its next problem, or (name, index of a problem).
-sizes: set -> number of problems. records: the metrics of the newest step, {} at first (`reward_by_dataset/<set>` among
-them); with grpo.async_grpo a prompt is drawn up to max_trajectory_age_steps steps before it is trained on. memory: a
-dict of JSON values that it may change and that checkpoints keep. It must depend on nothing else.
-`--check` and the start of a run call it once, with an empty memory.
+a prompt_selection (selection.py), the set alone is chosen here, and what has been seen of its rows chooses the row.
 """
 
 import copy
-import json
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypedDict
@@ -24,15 +14,13 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from base.inputs.scan import Dataset
-from base.system.users_code import call
 from config import Config, ConfigError, DatasetConfig
 from records import Problem, Sample, groups_of
 
 if TYPE_CHECKING:
     from base.inputs.selection import Selection
+    from base.inputs.set_choice import Item
 
-Dataloader = Callable[..., Iterable]  # a user's: its arguments and its items are described above
-Item = tuple[str, int | None]  # a set, and the index of a problem; None: the set's next one
 SELECTION = 1  # the last number of the seeds of selection.py: not of an epoch's order, which has other seeds
 
 
@@ -56,18 +44,12 @@ class Mixture:
         self.fingerprints = {name: dataset.fingerprint for name, dataset in self.datasets.items()}
         self.seed = cfg.grpo.seed
         self.order = partial(epoch_order, seed=cfg.grpo.seed, shuffle=cfg.data.shuffle)
-        self.turn = None  # so many prompts of a set follow each other
-        self.dataloader: Dataloader | None = None
-        self.dataloader_name = f"data.custom_dataloader '{cfg.data.custom_dataloader}'"
-        if cfg.data.use_multiple_dataloader:
-            self.turn = cfg.data.num_prompts_per_dataloader
-            if cfg.data.custom_dataloader:
-                from base.system.imports import import_attribute
+        self.has_dataloader = cfg.data.custom_dataloader is not None
+        self.choice = None
+        if cfg.data.use_multiple_dataloader or any(section.weight for section in cfg.data.train):
+            from base.inputs.set_choice import SetChoice  # a run that draws by size does without
 
-                self.dataloader = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
-        self.weights: list[Fraction] = []
-        if all(section.weight for section in cfg.data.train):
-            self.weights = [Fraction(section.weight) for section in cfg.data.train]
+            self.choice = SetChoice(self.sizes, cfg)
         self.selections: dict[str, Selection] = {}
         for dataset, section in zip(datasets, cfg.data.train, strict=False):
             if section.prompt_selection != "uniform":
@@ -98,7 +80,7 @@ class Mixture:
             for group in groups_of(samples):
                 if group[0].dataset in self.selections:
                     self.selections[group[0].dataset].record(group)
-        if self.dataloader is None:
+        if not self.has_dataloader:
             return cursor
         return cursor | {"records": dict(metrics)}
 
@@ -143,53 +125,13 @@ class Mixture:
         for name in self.selections.keys() & saved.keys():
             self.selections[name].restore(saved[name])
 
-    def _items(self, cursor: Cursor, after: Cursor, count: int) -> Iterable[Item]:
+    def _items(self, cursor: Cursor, after: Cursor, count: int) -> "Iterable[Item]":
         """What to draw next, by the rule of the config; after["drawn"] grows as the items are taken."""
-        if self.dataloader:
-            return call(self.dataloader_name, self._load, cursor["position"], after, count)
-        if self.turn:
-            return self._in_turn(cursor["position"], count)
-        if self.weights:
-            return self._by_weight(after["drawn"], count)
+        if self.choice:
+            return self.choice.items(cursor["position"], after, count)
         return self._by_size(cursor["position"], count)
 
-    def _load(self, position: int, after: Cursor, count: int) -> list[Item]:
-        """What the user's dataloader draws, `count` items; else ConfigError. It may change after["memory"]."""
-        answer = self.dataloader(
-            num_prompts=count,
-            sizes=dict(self.sizes),
-            records=after["records"],
-            memory=after["memory"],
-            position=position,
-            seed=self.seed,
-        )
-        items = [(item, None) if isinstance(item, str) else item for item in answer]
-        if len(items) != count or not all(map(self._is_there, items)):
-            raise ConfigError(
-                f"{self.dataloader_name} returned {items!r:.160}: expected {count} items, each a key of {self.sizes} "
-                "or (key, index of a problem)"
-            )
-        json.dumps(after["memory"])  # checkpoints keep it
-        return items
-
-    def _is_there(self, item: Item) -> bool:
-        name, index = item
-        if index is None:
-            index = 0
-        return 0 <= index < self.sizes.get(name, 0)
-
-    def _in_turn(self, position: int, count: int) -> Iterator[Item]:
-        """`turn` prompts of a set, then as many of the next one."""
-        names = list(self.datasets)
-        for place in range(position, position + count):
-            number_of_turn = place // self.turn
-            yield names[number_of_turn % len(names)], None
-
-    def _by_weight(self, drawn: Mapping[str, int], count: int) -> Iterator[Item]:
-        for _ in range(count):
-            yield furthest_behind(drawn, self.weights), None
-
-    def _by_size(self, position: int, count: int) -> Iterator[Item]:
+    def _by_size(self, position: int, count: int) -> "Iterator[Item]":
         """All problems of all sets in one order: a number counts them through, set after set."""
         names = list(self.datasets)
         starts = [0, *accumulate(self.sizes.values())]
@@ -203,19 +145,6 @@ def _selection(dataset: Dataset, section: DatasetConfig) -> "Selection":
     from base.inputs.selection import Selection  # a run without a prompt_selection imports nothing of it
 
     return Selection(section.prompt_selection, len(dataset.problems) // section.repeat)
-
-
-def furthest_behind(drawn: Mapping[str, int], weights: Sequence[Fraction]) -> str:
-    """The set that is furthest behind its share of all prompts up to the next one; of equals the first.
-
-    No set is ever a prompt or more ahead of its share, and shares are exact whenever they are whole numbers. Example:
-    weights 3 and 1 give a a b a, again and again.
-    """
-    prompts_per_weight = Fraction(sum(drawn.values()) + 1, sum(weights))
-    behind = {}
-    for name, weight in zip(drawn, weights, strict=True):
-        behind[name] = weight * prompts_per_weight - drawn[name]
-    return max(behind, key=behind.__getitem__)
 
 
 def epoch_order(

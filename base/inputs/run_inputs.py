@@ -346,7 +346,7 @@ def check_steps(cfg: Config, mixture: Mixture) -> None:
         prompts = f"{mixture.num_problems} prompts x grpo.max_num_epochs={cfg.grpo.max_num_epochs}"
         step = f"{cfg.grpo.num_prompts_per_step} x grpo.batch_multiplier={cfg.grpo.batch_multiplier:g}"
         raise ConfigError(f"nothing to train: {prompts} are fewer than grpo.num_prompts_per_step={step}: lower it")
-    if mixture.dataloader:
+    if mixture.has_dataloader:
         mixture.draw(mixture.start(), cfg.grpo.prompts_per_batch)
 
 
