@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from base.hf.tokenizer import ControlTokenInText, Tokenizer
+from base.inputs.chats import read_messages
 from base.inputs.sources import Source, with_preset
 from base.system.files import Json, read_text
 from base.system.users_code import describe
@@ -127,7 +128,7 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
     given = _first(raw, input_keys)
     if given is None:
         raise no_key(raw, "input_key", input_keys)
-    messages = _messages_of(given)
+    messages = read_messages(given)
     answer = _first(raw, output_keys)
     has_reply = messages[-1]["role"] == "assistant"
     if cfg.output_key and not has_reply and not _under(raw, cfg.output_key):
@@ -142,19 +143,10 @@ def read_row(raw: dict, cfg: DatasetConfig) -> tuple[list[dict], Json, list[dict
         raise DataError("no message before the assistant's")
     tools = raw.get("tools")
     if tools:
-        from base.inputs.chats import read_tools
+        from base.inputs.tool_calls import read_tools  # rows without tools do without
 
         tools = read_tools(tools)
     return messages, answer, tools or None
-
-
-def _messages_of(given: Json) -> list[dict]:
-    """A text is one message, unless it may list messages in JSON."""
-    if isinstance(given, str) and not given.lstrip().startswith("[{"):
-        return [{"role": "user", "content": given}]
-    from base.inputs.chats import read_messages  # rows of texts do without
-
-    return read_messages(given)
 
 
 def no_key(raw: dict, setting: str, names: Sequence[str]) -> DataError:
