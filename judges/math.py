@@ -13,6 +13,7 @@ import sys
 from fractions import Fraction
 from typing import NamedTuple
 
+from .math_clauses import stated, with_offers
 from .math_formula import same_formula
 from .math_text import (
     GROUPED,
@@ -54,11 +55,16 @@ _AND = r"(?:,|;|(?:,\s*)?(?:and|or|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
 _BOX_OF = r"(?P<name>[a-zA-Z](?:_\w)?) ?="  # x = \boxed{3}
 _BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:{_BOX_OF}{_MARKS})?")  # between two boxes of one answer
 _BEFORE_BOX = re.compile(rf"(?<![a-zA-Z_\\]){_BOX_OF}[ $]{{0,2}}$")
+_OR_BEFORE = re.compile(  # 6 or \boxed{5}
+    r"(?<![^\s$(])(?P<value>[^\s${]*(?:\{[^{}]*\}[^\s${]*)*[\d}])\$?,?\s*"
+    r"(?:\\text\s*\{\s*)?or\s*\}?[\s$]*(?:[a-z] ?= ?)?$"
+)
 _ANSWER_IS = re.compile(
     r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
     r"\b,?)*\s*:?|[:=\uff1a])[\s*]*|答案\**(?:\u3011|\s*[是为為]?\**\s*[:=\uff1a\uff1d]|\s*[是为為])[\s*:\uff1a]*"
 )
+_OR_THE_ANSWER = re.compile(r"(?i)\bor(?:,? (?:maybe|perhaps|possibly))?,? +(?:(?:the|my|final|correct|other) +)*$")
 _HEADING = re.compile(  # ## Answer
     r"(?im)^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)(?:(?:(?:the|my|your) )?(?:final )?answer|(?:最终)?答案)"
     r"[ \t]*[:\uff1a]?(?:\*\*|__)?[ \t]*[:\uff1a]?[ \t]*\n\s*"
@@ -69,24 +75,10 @@ _LAST_LINE = re.compile(  # one that states the answer
 )
 # A number, a formula, an option or a variable.
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
-_WORD = r"[A-Za-z]{2,}\b(?! ?=)"
-_VALUES = rf"(?:or|else|otherwise|maybe|perhaps|possibly|alternatively)\b|and (?!{_WORD})"  # more of them follow
-_WORKS = r"(?:works?|too|also|possible|satisf(?:y|ies)|fits?)\b"  # that 6 does, as 5
-_MAY_BE = r"(?:may|might|could) be [^.;]*[\d\\]"
-_VALUES += rf"|(?:though|although|but|while|whereas)\b[^.;]*(?:[\d\\][^.;]*\b{_WORKS}|\b{_MAY_BE})"
-_VALUES += r"|(?:unless|depending)\b[^.;]*[\d\\]"
-_CLAUSE = rf"(?!{_VALUES})(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
-_STOP = r"(?<=[^.\s])(?<![ap]\.m)\.(?=\s|$)|(?<=[ap]\.m\.)(?= +[A-Z])"  # of a sentence; 9 p.m. goes on
-_REST = re.compile(  # of a line behind an answer, not within its brackets
-    rf"{_STOP}|\u3002|, (?=[a-z]|I )(?={_CLAUSE})|\uff0c(?=[\u4e00-\u9fff])|; (?={_CLAUSE})"
-    r"| \(?(?:because|since) "
-)
-_MORE = re.compile(rf",?\s*(?={_VALUES})(?!and )(?=[^.]*[\d\\])")  # behind a formula
-_OPEN = re.compile(r"[(\[{]")
-_CLOSED = re.compile(r"[)\]}]")
-_BOLD_VALUE = re.compile(r"=\s*\*\*([^*]+)\*\*\s*\.?\s*$")  # a + b = **7**.
-_PAIRS_OF_MARKS = [  # bold, italics: not a power, a product or an index
-    re.compile(r"(?<![\w)\]}\\])(\*\*|__)(?=\S)(.+?)(?<=\S)\1(?!\w)"),
+_BEFORE_BOLD = re.compile(r".*?=\s*(?=\*\*[^*]+\*\*)")  # a + b = **7**
+_BOLD = re.compile(r"\*\*(?![\w({\\$-])|(?<![\w)\]}])\*\*")  # not a power
+_PAIRS_OF_MARKS = [  # bold, italics: not a product or an index
+    re.compile(r"(?<![\w)\]}\\])(__)(?=\S)(.+?)(?<=\S)\1(?!\w)"),
     re.compile(r"(?<![\w)\]}\\*])(\*)(?=[^\s*])(.+?)(?<=[^\s*])\1(?![\w*])"),
     re.compile(r"(?<![\w)\]}\\])(_)(?=[^\s_])(.+?)(?<=[^\s_])\1(?!\w)"),
 ]
@@ -186,6 +178,8 @@ def _last_box(text: str) -> str | None:
             break
         if contents and not _BESIDE.fullmatch(text, end, next_start):
             break
+        if not contents:
+            rest = text[end:].partition("\n")[0][:MAX_LINE_CHARS]
         name = _BEFORE_BOX.search(text[max(0, token.start() - 12) : token.start()])
         contents.insert(0, content)
         if name:
@@ -194,7 +188,12 @@ def _last_box(text: str) -> str | None:
         next_start = token.start()
     if len(contents) > 1:
         contents = named
-    return ", ".join(contents)
+    if not contents:
+        return ""
+    before = _OR_BEFORE.search(text[max(0, next_start - 80) : next_start])
+    if before:
+        contents.insert(0, before["value"])
+    return with_offers(", ".join(contents), rest, is_boxed=True)
 
 
 def _content_of_box(text: str, token: re.Match) -> tuple[str | None, int]:
@@ -230,29 +229,18 @@ def _after_words(text: str) -> str:
     if len(parts) < 2:
         return ""
     line = parts[-1].strip().partition("\n")[0][:MAX_LINE_CHARS]
-    value = _BOLD_VALUE.search(line)
-    if value:
-        return value[1]
-    line = _unmarked(line)
-    formula = re.match(r"\$([^$]+)\$|\\\((.+?)\\\)", line)
-    if formula:
-        if not _MORE.match(line, formula.end()):
-            return formula[1] or formula[2]
-        line = re.sub(r"\$|\\[()]", " ", line)
-    for rest in _REST.finditer(line):
-        answer = line[: rest.start()]
-        if len(_OPEN.findall(answer)) <= len(_CLOSED.findall(answer)):
-            return answer
-    return line
+    if _OR_THE_ANSWER.search(parts[-2][-MAX_LINE_CHARS:]):
+        line = f"{parts[-2]}{line}"
+    return stated(_unmarked(_BEFORE_BOLD.sub("", line, count=1)))
 
 
 def _unmarked(line: str) -> str:
     """The line without marks of markdown: bold type, which may have begun before, italics, code, #s at its end."""
     line = re.sub(r"[ \t]+#+\s*$", "", line).replace("`", "")
+    line = _BOLD.sub("", line)
     for marks in _PAIRS_OF_MARKS:
         line = marks.sub(r"\2", line)
-    line = re.sub(r"\*\*(?=[.\s]|$)", "", line)
-    return re.sub(r"\*(?=\.?\s*$)", "", line)
+    return re.sub(r"(?<=\w)\*(?=[.,;]?(?:\s|$))", "", line)
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -275,13 +263,19 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _first_form(text: str) -> str | None:
-    """The first form of a number that a text gives in several, as 1/2 or 0.5; None if the text is something else."""
+    """The first form of a value that a text gives in several, as 1/2 or 0.5; None if the text is something else."""
     forms = _OR.split(text)
-    numbers = [number(form) for form in forms]
-    if len(forms) == 1 or not all(numbers):
-        return None
-    values = {exact.value for exact in numbers}
-    return forms[0] if len(values) == 1 else None
+    if len(forms) > 1 and all(_is_another_form(forms[0], form) for form in forms[1:]):
+        return forms[0]
+    return None
+
+
+def _is_another_form(one: str, other: str) -> bool:
+    exact = number(one)
+    other_exact = number(other)
+    if exact and other_exact:
+        return exact.value == other_exact.value
+    return _same(one, other)
 
 
 def _same_within_domain(one: str, other: str) -> bool:

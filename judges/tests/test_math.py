@@ -112,10 +112,10 @@ def test_equal_answers_have_equal_texts_for_votes(texts, extracted):
         ("The answer is 5, and we are done.", "5"),
         ("The answer is 5; therefore x = 3.", "5"),
         ("The answer is n = 3k, k an integer.", "n = 3k"),
-        ("The answer is 5, or 6.", "5, or 6"),  # values that are hedged belong to the answer
+        ("The answer is 5, or 6.", "5 or 6"),  # values that are offered belong to the answer
         ("Answer: 5; 6", "5; 6"),
-        ("Answer: 5, and 6", "5, and 6"),
-        ("Answer: 5, maybe 6", "5, maybe 6"),
+        ("Answer: 5, and 6", "5 and 6"),
+        ("Answer: 5, maybe 6", "5 or 6"),
         ("The answer is x = 2, y = 3, as required.", "x = 2, y = 3"),
         ("The answer is x = 2; y = 3", "x = 2; y = 3"),
         ("The answer is a, b, c.", "a, b, c"),
