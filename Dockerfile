@@ -1,8 +1,8 @@
 # docs/faq.md#does-it-run-in-a-container has the commands.
 FROM debian:bookworm-slim
-# What setup.sh needs and packages of Python cannot bring; gcc and headers are for GPUs alone. The tests use git.
+# What packages of Python cannot bring: venv, and libnuma for vLLM on a CPU; gcc and headers for GPUs. The tests use git.
 RUN apt-get update && \
-    apt-get install -y --no-install-recommends ca-certificates gcc git python3-dev python3-venv && \
+    apt-get install -y --no-install-recommends ca-certificates gcc git libnuma1 python3-dev python3-venv && \
     rm -rf /var/lib/apt/lists/*
 WORKDIR /grpo.py
 COPY setup.sh ./

@@ -5,7 +5,7 @@
 #   GRPO_DEVICE=cpu|cuda       which lock; default: cuda where `nvidia-smi -L` works
 #   GRPO_VENV=dir              where the environment goes; default .venv
 #   GRPO_PYTHON=path/python    install nothing, use this Python (say, of a GPU image that has torch and vLLM)
-# For CUDA it first checks for what packages cannot bring: the driver, a C compiler, Python's headers.
+# It first checks for what packages cannot bring: for CUDA the driver, a C compiler, Python's headers; for a CPU libnuma.
 set -euo pipefail
 
 say() { echo "setup: $*" >&2; }
@@ -37,6 +37,11 @@ check_compiler() {  # PYTHON: at run time Triton compiles the code that launches
 print("%d.%d" % sys.version_info[:2], sysconfig.get_path("include", "posix_prefix"))')
     [[ -f $include/Python.h ]] || die "Triton needs Python's C headers, but $include/Python.h was not found:" \
         "run 'apt-get install python$version-dev', or set GRPO_PYTHON to a Python that has them"
+}
+
+check_numa() {
+    "$1" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        die "on a CPU vLLM needs libnuma.so.1, which was not found: run 'apt-get install libnuma1'"
 }
 
 stamp() {  # what an environment was made from; with the path, because scripts of a moved environment are wrong
@@ -94,7 +99,7 @@ else
     venv=$(realpath -m "${GRPO_VENV:-.venv}")
     if ! ready; then
         python=$(find_python)
-        if [[ $GRPO_DEVICE == cuda ]]; then check_driver; check_compiler "$python"; fi
+        if [[ $GRPO_DEVICE == cuda ]]; then check_driver; check_compiler "$python"; else check_numa "$python"; fi
         mkdir -p "$(dirname "$venv")"
         (   # one at a time; a set-up that waited finds it done
             flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }

@@ -56,7 +56,7 @@ fi
 [[ $nproc =~ ^([1-9][0-9]*)?$ ]] || complain "the number of processes must be 1 or more, not '$nproc'"
 
 num_nodes=1
-rendezvous=(--standalone)  # a free port for each run
+rendezvous=(--standalone --local_addr=127.0.0.1)  # a free port; a container may not resolve its own name
 if ((${#nodes[@]})); then
     num_nodes=${nodes[__nnodes]:-} node_rank=${nodes[__node_rank]:-} endpoint=${nodes[__rdzv_endpoint]:-}
     [[ $num_nodes =~ ^[1-9][0-9]*$ && $node_rank =~ ^(0|[1-9][0-9]*)$ && $endpoint =~ ^.+:[0-9]+$ ]] &&

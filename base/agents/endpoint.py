@@ -61,7 +61,7 @@ class Endpoint:
         self.rollouts: dict[str, Rollout] = {}  # that are open, by their keys
         self.running: dict[int, dict[str, Call]] = {}  # number of a request -> its calls by the engine's request ids
         self.streams: dict[str, Stream] = {}  # by the engine's request ids
-        self.has_seen_tools = False
+        self.noted: set[str] = set()
         self.server: Server | None = None
         if ranks.is_tp_leader:
             addresses = {agent.cfg.address for agent in agents if agent.cfg.address}
@@ -197,7 +197,9 @@ class Endpoint:
             self._answer(asked.number, Refused(f"the engine refuses the request: {error!s:.300}"))
             return
         self.running[asked.number] = dict(zip(request_ids, calls, strict=True))
-        if self.server and request.callable_tools and not self.has_seen_tools:
+        parent = calls[0].parent
+        has_new_tools = parent is None or not parent.request.callable_tools
+        if self.server and request.callable_tools and has_new_tools:
             self._note_lost_tools(request)
         if request.stream:
             for index, (request_id, call) in enumerate(zip(request_ids, calls, strict=True)):
@@ -210,14 +212,18 @@ class Endpoint:
                 raise Refused(f"stop_token_ids: {token_id} is outside of the model's vocabulary of {size} tokens")
 
     def _note_lost_tools(self, request: Request) -> None:
-        """Tells the user, at the first request with tools, why none may ever be called."""
-        self.has_seen_tools = True
+        """Tells the user once why none of the tools may ever be called."""
         if not self.parse.reads_calls:
             fix = f"select the parser of the model's family by {PARSERS}.tool_parser"
-            self.server.note(f"NOTE: an agent sends tools, but no parser reads calls: they stay text; {fix}")
+            self._note(f"an agent sends tools, but no parser reads calls: they stay text; {fix}")
         if not self.tokenizer.shows_tools(request.messages, request.tools, request.chat_template_kwargs):
             fix = "the agent's own prompt must describe them, or policy.tokenizer.chat_template write them"
-            self.server.note(f"NOTE: an agent sends tools, but the chat template does not write them: {fix}")
+            self._note(f"an agent sends tools, but the chat template does not write them: {fix}")
+
+    def _note(self, note: str) -> None:
+        if note not in self.noted:
+            self.noted.add(note)
+            self.server.note(f"NOTE: {note}")
 
     def _tell_streams(self) -> None:
         """Tells what the replies have gained, each when it is longer by an eighth. So what it costs to decode a reply

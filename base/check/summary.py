@@ -100,7 +100,7 @@ def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:
         token = f"{tokenizer.added[end]!r} ({end})"
         found.append(f"the chat template ends an assistant's turn with {token}, at which no reply ends: set {fix}")
     for purpose, dataset in inputs.sets:
-        problem = dataset.problems[0]
-        if problem.tools and not tokenizer.shows_tools(problem.messages, problem.tools):
-            found.append(f"{purpose}: {dataset.path} has tools, which the chat template leaves out of the prompt")
+        if dataset.hides_tools_at:
+            fix = "policy.tokenizer.chat_template must write them, or the messages describe them"
+            found.append(f"{purpose}: the chat template leaves out the tools of {dataset.hides_tools_at}: {fix}")
     return found

@@ -57,8 +57,8 @@ def check_weights(
     folder: Path, expected: Iterable[tuple[str, Sequence[int]]], model: ModelConfig | None = None
 ) -> None:
     """ConfigError unless the folder's files are whole and hold the `expected` tensors, (name in the text model, shape),
-    as floats, and no others. Rotary frequencies, the head beside a tied one and what `model` does not use, which some
-    folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
+    as floats, and no others. Rotary frequencies, a head of the embedding's shape and what `model` does not use, which
+    some folders have, are ignored, as vLLM does; its vision part is not looked at. Reads headers only.
     """
     stored: dict[str, tuple[Path, list[int] | str]] = {}
     for path in weight_files(folder):
@@ -68,15 +68,17 @@ def check_weights(
                 stored[name] = path, header.get_shape()
                 if header.get_dtype() not in FLOATS:
                     stored[name] = path, header.get_dtype()
-    for name, shape in expected:
+    shapes = dict(expected)
+    for name, shape in shapes.items():
         if model is not None:
             name = model.stored_name(name)
         path, in_file = stored.pop(name, (folder, "missing"))
         if in_file != list(shape):
             raise ConfigError(f"{path}: {name} is {in_file}, but config.json says {list(shape)}")
     head = model.stored_name("lm_head.weight") if model else "lm_head.weight"
-    for name, (path, _) in stored.items():
-        is_ignored = name == head or name.endswith("rotary_emb.inv_freq")
+    for name, (path, in_file) in stored.items():
+        is_head = name == head and in_file == list(shapes["model.embed_tokens.weight"])
+        is_ignored = is_head or name.endswith("rotary_emb.inv_freq")
         if model is not None and (model.is_unused(name) or model.is_kept(name)):
             is_ignored = True
         if not is_ignored:

@@ -183,17 +183,23 @@ class Tokenizer:
     def turn_end(self) -> int | None:
         """The token that the template writes behind an assistant's message; None if it writes none there."""
         asked, said = unused_characters([], 2)
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        # A template may leave the last turn open (vLLM's for ChatML), refuse to end with it, or want a system message.
-        for talk in (turns, [*turns, turns[0]], [{"role": "system", "content": "a"}, *turns]):
+        user = {"role": "user", "content": asked}
+        reply = {"role": "assistant", "content": said}
+        # A template may refuse to go on, leave the last turn open (vLLM's for ChatML), or want a system message.
+        for before, after in (([user], [user]), ([user], []), ([{"role": "system", "content": "a"}, user], [])):
+            talk = [*before, reply, *after]
             try:
                 text = self._render_template(talk, None, {}, False)
+                opens_always = text == self._render_template(talk, None, {}, True)
+                prompt = self._render_template(before, None, {}, True)
             except DataError:
                 continue
             _, found, behind = text.rpartition(said)
             opening = ""
             if asked in behind:
                 opening = text.partition(asked)[0]
+            elif opens_always:  # and so behind a reply, too
+                opening = prompt.rpartition(asked)[2]
             tokens = {token: token_id for token_id, token in self.added.items() if token and token not in opening}
             ends = [token for token in tokens if found and behind.lstrip().startswith(token)]
             if ends:
@@ -201,13 +207,16 @@ class Tokenizer:
         return None
 
     def shows_tools(self, messages: Dicts, tools: Dicts, template_kwargs: dict | None = None) -> bool:
-        """Whether the template writes the tools into this prompt; True where it refuses it without tools."""
+        """Whether the template writes the tools into this prompt, each with its name; True where it refuses it."""
         talk, options = list(messages), template_kwargs or {}
         try:
-            without = self._render_template(talk, None, options, True)
-            return self._render_template(talk, list(tools), options, True) != without
+            text = self._render_template(talk, list(tools), options, True)
+            if text == self._render_template(talk, None, options, True):
+                return False
         except DataError:
             return True
+        names = [tool.get("function", tool).get("name") for tool in tools]
+        return all(name in text for name in names if isinstance(name, str))
 
     def control_tokens(self, value: Nested) -> Iterator[str]:
         """The control tokens in the strings of `value`, which may be nested in dicts and lists, in order."""

@@ -43,6 +43,7 @@ class Dataset:
     is_sample: bool = False  # only some rows were read; the others count as usable
     env_names: tuple[str, ...] = ()
     mean_prompt_tokens: float = 0.0  # of the usable rows that were read
+    hides_tools_at: str = ""  # the first row whose tools the chat template leaves out
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     digest = hashlib.sha256()
     chunks: dict[str, list[Answer]] = {}
     num_prompt_tokens = 0
+    forms = set()
+    hides_tools_at = ""
     for number in Progress(f"{source.name}: rows checked", picked.tolist()):
         problem = maker(number)
         if isinstance(problem, str):
@@ -164,6 +167,11 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
             continue
         usable.append(number)
         num_prompt_tokens += len(problem.prompt_ids)
+        form = _form_of_tools(problem)
+        if problem.tools and not hides_tools_at and form not in forms:
+            forms.add(form)
+            if not maker.tokenizer.shows_tools(problem.messages, problem.tools):
+                hides_tools_at = source.where(number)
         content = [number, problem.messages, problem.answer, problem.env_name, problem.loss_multiplier, problem.tools]
         digest.update(json.dumps(content).encode())
         if is_held:
@@ -191,5 +199,13 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
         is_sample=is_sample,
         env_names=tuple(chunks),
         mean_prompt_tokens=num_prompt_tokens / len(usable),
+        hides_tools_at=hides_tools_at,
     )
     return dataset, held
+
+
+def _form_of_tools(problem: Problem) -> tuple:
+    """By which a template may write a row's tools or leave them out; to render each row twice more would be slow."""
+    roles = tuple(message["role"] for message in problem.messages)
+    keys = {key for tool in problem.tools or () for key in tool}
+    return roles, frozenset(keys)

@@ -458,6 +458,36 @@ def test_f4_the_user_hears_why_no_tool_is_ever_called(case, capfd):
         endpoint.shut_down()
 
 
+def test_f4_each_request_is_looked_at_until_the_user_has_heard(case, capfd):
+    """The first tools of a run may be shown, and later ones not."""
+    asked, by_system = {"messages": USER}, {"messages": [{"role": "system", "content": "s"}, *USER]}
+    bare = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    hides_some = "{% for t in (tools or [])[:1] %}[{{ t.function.name }}]{% endfor %}" + bare
+    system_only = "{{ tools if messages[0].role == 'system' }}" + bare
+    second = [TOOLS[0] | {"function": TOOLS[0]["function"] | {"name": "another"}}]
+    tools, both = {"tools": TOOLS}, {"tools": TOOLS + second}
+    not_yet = {"tool_choice": "none"}
+    for template, bodies, told_at in (
+        (system_only, [by_system | tools, by_system | tools, asked | tools, asked | tools], 2),
+        (system_only, [asked, asked | tools | not_yet, by_system | tools, asked | tools], 3),
+        (hides_some, [asked | tools, by_system | tools, asked | both, by_system | both], 2),
+        (hides_some, [asked | tools, asked | {"tools": second}], None),
+        (bare, [asked | tools | not_yet, "goes on", "goes on"], 1),
+    ):
+        endpoint = Endpoint(case.engine, Tokenizer(case.tokenizer.file.parent, template), case.ranks, as_calls)
+        _, url = endpoint.open((1,), OPTIONS, -1, 100)
+        talk = []
+        for number, body in enumerate(bodies):
+            if body == "goes on":
+                body = tools | {"messages": talk}
+            capfd.readouterr()
+            [answer] = serve(endpoint, [lambda body=body, url=url: post(url, body)])
+            talk = [*body["messages"], answer.json()["choices"][0]["message"], *USER]
+            is_told = "template does not write them" in capfd.readouterr().out
+            assert is_told == (number == told_at), (template, number)
+        endpoint.shut_down()
+
+
 def test_f4_the_example_whose_policy_calls_a_function(case, capfd):
     """A scripted policy: it calls the function, or what is none, and answers with what comes back."""
     [row] = function_call.rows(SimpleNamespace(subset="7:8"))

@@ -283,6 +283,11 @@ def test_r7_a_turns_end_that_ends_no_reply_is_told(tmp_path, monkeypatch):
             True,
         ),
         ("{{ raise_exception('no') if messages | length == 2 }}{{ messages[0].content }}", False),
+        # A reply is always opened
+        ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>", False),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>\n", False),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>", True),
+        ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", True),  # one mark between all messages
     ):
         found = other | {"tokenizer_config": {"eos_token": "<|pad|>", "chat_template": template}}
         assert bool(notes(**found)) == is_told
@@ -291,18 +296,36 @@ def test_r7_a_turns_end_that_ends_no_reply_is_told(tmp_path, monkeypatch):
 def test_tools_that_the_template_leaves_out_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    row = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2", "tools": tools}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     words = [
         "configs/smoke.yaml",
         "grpo.num_prompts_per_step=2",
-        "policy.max_total_sequence_length=256",
+        "policy.max_total_sequence_length=512",
         f"data.train.data_path={tmp_path}/rows.jsonl",
     ]
-    template = "policy.tokenizer.chat_template='{{ tools }}{{ messages[0].content }}<|end|>'"
-    for more, is_told in (([], True), ([template], False)):
+    asked = [{"role": "user", "content": "1+1="}]
+    by_system = [{"role": "system", "content": "s"}, *asked]
+    shown = "{{ tools }}{{ messages[0].content }}<|end|>"
+    named = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}" + shown.removeprefix("{{ tools }}")
+    system_only = "{{ tools if messages[0].role == 'system' }}" + shown.removeprefix("{{ tools }}")
+    wrapped, bare, none = {"tools": tools}, {"tools": [tools[0]["function"]]}, {"tools": None}
+    for template, rows, told_at in (
+        (None, [(asked, wrapped), (asked, wrapped)], 1),
+        (shown, [(asked, wrapped), (asked, wrapped)], None),
+        (None, [(asked, none), (asked, wrapped)], 2),
+        (shown, [(asked, none), (by_system, bare)], None),
+        (system_only, [(by_system, wrapped), (by_system, wrapped), (asked, wrapped)], 3),
+        (system_only, [(by_system, wrapped), (asked, none)], None),
+        (named, [(asked, bare), (by_system, bare)], None),
+        (named, [(asked, bare), (asked, wrapped)], 2),  # "[]" says no name
+        (named, [(asked, {"tools": [*tools, {"name": "mul", "parameters": {}}]}), (asked, none)], 1),
+    ):
+        lines = [json.dumps({"messages": messages, "answer": "2"} | more) for messages, more in rows]
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        more = [f"policy.tokenizer.chat_template={json.dumps(template)}"] if template else []
         found = preflight.check(preflight.parse_command_line([*words, *more], "usage"))
-        assert ("has tools, which the chat template leaves out" in found) == is_told
+        told = [line for line in found.splitlines() if "leaves out the tools" in line]
+        assert len(told) == (told_at is not None), (template, rows, found)
+        assert not told or f"rows.jsonl:{told_at}:" in told[0]
 
 
 def test_all_goes_with_check(monkeypatch):

@@ -132,8 +132,9 @@ def test_exit_code_and_reason_are_those_of_the_ranks(launches):
     assert err.splitlines()[-1] == "train.sh: exit code 3: the reason, in 'two' lines (rank 0 on here)"
     line = out.splitlines()[0]  # what the check prints, the run says
     assert json.loads((folder / "checked").read_text()) == ["1", "my.yaml", "grpo.seed=2", "--gpu_memory=80"]
-    torchrun = "--standalone --nproc_per_node=1 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
+    torchrun = "--standalone --local_addr=127.0.0.1 --nproc_per_node=1"
     assert line.startswith("torchrun line: ")
+    torchrun += " --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1"
     assert line.endswith(f" -m base.system.launch {torchrun} grpo.py my.yaml grpo.seed=2 --gpu_memory=80")
 
 
@@ -207,11 +208,12 @@ def test_setup_leaves_a_folder_it_did_not_make(repo):
 # What setup.sh calls: with these alone on PATH, a machine has what the stand-ins below play, and nothing else.
 TOOLS = "awk bash cat cut df dirname env flock grep head ls mkdir python3 readlink realpath rm sha256sum tail uname"
 
-# finds itself, has its headers where the test says, and makes no environment
+# finds itself, has its headers and libnuma where the test says, and makes no environment
 PLAYED_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *ensurepip*) echo "$0" ;;
     *posix_prefix*) echo "3.12 $HEADERS" ;;
+    *libnuma*) [[ ! -v NO_NUMA ]] ;;
     *) exit 9 ;;
 esac
 """
@@ -289,13 +291,20 @@ def test_a_cpu_needs_no_driver_compiler_or_headers(gpu_machine, tmp_path):
     assert gpu_machine(**nothing, GRPO_DEVICE="") == expected
 
 
+def test_a_cpu_needs_libnuma(gpu_machine):
+    """vLLM would only warn, and end the run at the start of its engine."""
+    code, out, err, new = gpu_machine(driver=None, GRPO_DEVICE="", NO_NUMA="yes")
+    assert (code, out, new) == (1, "", set()) and "'apt-get install libnuma1'" in err and err.count("\n") == 1
+    assert gpu_machine(NO_NUMA="yes")[3] == {".venv.stamp"}  # with a GPU
+
+
 def test_a_container_is_set_up_by_setup_sh(gpu_machine, tmp_path):
     """The Dockerfile names no package of Python, and gives setup.sh what it reads and asks for."""
     steps = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
     steps = [step for step in steps if not step.startswith("#")]
     system, setup = (step for step in steps if step.startswith("RUN "))
     assert setup == "RUN ./setup.sh" and not re.search("pip|==", " ".join(steps))
-    assert {"gcc", "python3-dev", "python3-venv"} <= set(system.split())
+    assert {"gcc", "libnuma1", "python3-dev", "python3-venv"} <= set(system.split())
     copied = [step.split()[1] for step in steps[: steps.index(setup)] if step.startswith("COPY ")]
     repo = tmp_path / "repo"
     for path in repo.iterdir():

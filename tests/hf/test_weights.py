@@ -115,7 +115,9 @@ def test_r8_a_head_beside_a_tied_one_is_the_embedding(folders, tmp_path):
             ("lm_head.weight", embedding * 2, "is not the embedding"),
             ("lm_head.weight", last, "is not the embedding"),
             ("lm_head.weight", embedding * torch.nan, "is not the embedding"),
-            ("lm_head.weight", embedding[:9].clone(), "is not the embedding"),
+            ("lm_head.weight", embedding[:9].clone(), "is not in the model"),
+            ("lm_head.weight", torch.cat([embedding, embedding[:9]]), "is not in the model"),
+            ("lm_head.weight", embedding.T.contiguous(), "is not in the model"),
             ("model.lm_head.weight", embedding * 2, "is not in the model"),
         )
     ):
