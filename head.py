@@ -16,8 +16,7 @@ to come, and its derivatives at the chunk's rows are used. After the last chunk 
 loss, the metrics, and the true derivatives of all rows. If these differ from those used, the gradient is wrong:
 `DEVIATION`, on which `gap.judge_step` stops the run.
 
-On a GPU, `compiled_loss` has the compiler write the kernels of the loss and of its derivatives, from loss.py: a few in
-place of some 200 operations. A loss that it cannot compile runs as it is, and the start says why.
+On a GPU, compiled_loss.py has the compiler write the kernels of the loss and of its derivatives.
 
 No token loss is listed here. `choose_loss_path` probes the loss at start, so whoever edits loss.py gets the
 path that the edited loss needs. The output layer's weight exists whole only during the model's forward (FSDP2), so
@@ -75,7 +74,7 @@ class LossPath:
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """The loss of a run, and how its gradient is computed. call, kernels: of `compiled_loss`."""
+    """The loss of a run, and how its gradient is computed. call, kernels: of compiled_loss.py."""
 
     call: PolicyLoss = policy_loss
     kernels: str = "eager"
@@ -200,7 +199,7 @@ class _OnePass(torch.autograd.Function):
 
         ctx.save_for_backward(grad_hidden_RD, grad_weight_VD)
         ctx.dtype = hidden_RD.dtype
-        final.metrics[DEVIATION] = Max(_deviation(used_2R, final.slopes_2R))
+        final.metrics[DEVIATION] = Max(deviation_of(used_2R, final.slopes_2R))
         logp_R = stats_2R[0]
         ctx.mark_non_differentiable(logp_R)
         return final.loss, final.metrics, logp_R
@@ -242,39 +241,7 @@ def derivatives(loss_of: LossOfLogps, stats_2R: Tensor, *, with_metrics: bool) -
     return Derivatives(loss.detach(), metrics, slopes_2R, uses_entropy)
 
 
-def compiled_loss(
-    objective: PolicyLoss, cfg: LossConfig, device: torch.device, has_old: bool, has_ref: bool
-) -> tuple[PolicyLoss, str]:
-    """(loss, a line for the log). The loss is the objective with kernels that torch.compile makes of it and of its
-    derivatives, once for packs of any length. It is the objective itself where that does not compile, or where the
-    compiled derivatives of a probe on this device differ from its own; the line then says why.
-
-    The counts that a call gives must be tensors: a number would be a constant of the kernels."""
-    from torch._inductor import metrics as inductor_metrics  # here: it takes seconds, and few runs on a CPU compile
-
-    compiled = torch.compile(objective, fullgraph=True, dynamic=True)
-    num_before = inductor_metrics.generated_kernel_count
-    pack = next(probe_packs(cfg, has_old, has_ref)).on(device)
-    expected = derivatives(partial(objective, **pack.arguments), pack.stats_2R, with_metrics=False)
-    for with_metrics in (False, True):  # two graphs
-        try:
-            found = derivatives(partial(compiled, **pack.arguments), pack.stats_2R, with_metrics=with_metrics)
-        except Exception as error:  # of the compiler, of whatever kind: the line above has called the loss itself
-            reason = str(error).strip().splitlines() or [""]
-            return objective, f"eager, as it does not compile: {type(error).__name__}: {reason[0]}"
-        deviation = float(_deviation(found.slopes_2R, expected.slopes_2R))
-        if not deviation <= MAX_DEVIATION:
-            return objective, f"eager, as its compiled derivatives differ by {deviation:.1g} of their size"
-
-    def call(logp_R: Tensor, **arguments) -> tuple[Tensor, Metrics]:
-        # The kernels for any length exclude lengths 0 and 1, which an empty pack has.
-        chosen = compiled if len(logp_R) > 1 else objective
-        return chosen(logp_R, **arguments)
-
-    return call, f"compiled into {inductor_metrics.generated_kernel_count - num_before} kernels"
-
-
-def _deviation(used_2R: Tensor, true_2R: Tensor) -> Tensor:
+def deviation_of(used_2R: Tensor, true_2R: Tensor) -> Tensor:
     """Sum of |used - true| / sum of |true|, the larger of the two rows. Equal infinities and NaNs count as equal: the
     loss is not finite then."""
     is_same_2R = (used_2R == true_2R) | (used_2R.isnan() & true_2R.isnan())
@@ -354,18 +321,6 @@ class ProbePack:
         """logp is higher by push at the chosen tokens, entropy by |push|."""
         push_2R = torch.stack([torch.where(is_moved_R, push, 0.0), torch.where(is_moved_R, abs(push), 0.0)])
         return replace(self, stats_2R=self.stats_2R + push_2R)
-
-    def on(self, device: torch.device) -> "ProbePack":
-        """As a run has it on the device: float32, and counts that are tensors."""
-        arguments = dict(self.arguments)
-        for name, value in self.arguments.items():
-            if torch.is_tensor(value) and value.is_floating_point() and name != "share_R":
-                value = value.float()
-            if isinstance(value, int | float):
-                value = torch.tensor(value)
-            if torch.is_tensor(value):
-                arguments[name] = value.to(device)
-        return ProbePack(self.stats_2R.float().to(device), arguments)
 
     def taken(self, row_M: Tensor) -> "ProbePack":
         """The pack of the tokens row_M. Each further 24 of them count as a copy with sequences of its own."""

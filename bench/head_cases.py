@@ -126,7 +126,7 @@ def ours(backend: KernelBackend, policy_loss: PolicyLoss = policy_loss) -> Calla
 
 
 def compiled() -> PolicyLoss:
-    """As a run on a GPU has it (`head.compiled_loss`)."""
+    """As a run on a GPU has it (`compiled_loss.compiled_loss`)."""
     return torch.compile(policy_loss, fullgraph=True, dynamic=True)
 
 

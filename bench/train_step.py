@@ -45,8 +45,9 @@ from base.system.exits import exit_process
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
+from compiled_loss import compiled_loss
 from config import Config, Recompute
-from head import HeadOptions, LossOptions, LossPath, compiled_loss
+from head import HeadOptions, LossOptions, LossPath
 from kernels.backend import choose_backend
 from loss import policy_loss
 from model import Decoder, shard

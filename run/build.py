@@ -18,7 +18,7 @@ from base.system.progress import Progress
 from base.system.ranks import Ranks, fsdp_mesh, seed_everything
 from config import Config, ConfigError, GenerationConfig
 from engine import VLLMEngine, reply_parsers
-from head import HeadOptions, LossOptions, LossPath, choose_loss_path, compiled_loss
+from head import HeadOptions, LossOptions, LossPath, choose_loss_path
 from kernels.backend import choose_backend
 from loss import policy_loss
 from model import Decoder, load_policy
@@ -58,6 +58,8 @@ def build_head(cfg: Config, inputs: RunInputs, device: torch.device) -> HeadOpti
     pack_rows = policy.pack_tokens(device.type)
     loss = LossOptions(path=loss_path_of(cfg))
     if compiles(policy.compile, device.type):
+        from compiled_loss import compiled_loss  # importing the compiler takes seconds
+
         call, kernels = compiled_loss(policy_loss, cfg.loss_fn, device, cfg.needs_old_logps, cfg.has_reference)
         loss = replace(loss, call=call, kernels=kernels)
     return HeadOptions(

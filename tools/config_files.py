@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from base.inputs import yaml_text
-from base.inputs.keys import replaced, text_of
+from base.inputs.keys import text_of
+from base.inputs.references import replaced
 from config import ConfigError, shortened
 from tools.translation import Values
 

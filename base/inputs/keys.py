@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import GenericAlias, NoneType, UnionType
 from typing import get_args, get_origin
@@ -41,9 +41,6 @@ _add_section(config.Config, "")
 LISTS = [name for name in SECTIONS if name and not is_dataclass(FIELDS[name].type)]  # lists of sections
 FREE = [name for name, f in FIELDS.items() if get_origin(f.type) is Mapping]  # their values are mappings of any keys
 
-REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-MAX_PART = 300  # characters of a value within another one
-
 
 def is_free(name: str) -> bool:
     """Whether the key is one of FREE, or one of the user's own keys below it."""
@@ -73,34 +70,6 @@ def text_of(value: Plain | tuple) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def replaced(text: str, look_up: Callable[[str], Plain]) -> Plain:
-    """A text with what `look_up` gives for it in place of each innermost `${reference}`; its value itself where the
-    text is one reference and nothing else. Within a text, a long value leaves its reference as it is."""
-    whole = REFERENCE.fullmatch(text)
-    if whole:
-        return look_up(whole[1].strip())
-
-    def part(reference: re.Match) -> str:
-        value = text_of(look_up(reference[1].strip()))
-        return value if len(value) <= MAX_PART else reference[0]
-
-    return REFERENCE.sub(part, text)
-
-
 def bounds(name: str) -> str:
     """What the number of a key must be, such as ">= 0, < 1"; "" for keys without bounds."""
     return FIELDS[name].metadata.get("bounds", "")
-
-
-def settings(section: config.Section, prefix: str = "") -> Iterator[tuple[str, Plain | tuple]]:
-    """(full key, value) of a config; the sections of a list are numbered if there are several."""
-    for f in fields(section):
-        name = prefix + f.name
-        value = getattr(section, f.name)
-        if is_dataclass(value):
-            yield from settings(value, f"{name}.")
-        elif name in LISTS:
-            for i, item in enumerate(value):
-                yield from settings(item, f"{name}.{i}." if len(value) > 1 else f"{name}.")
-        else:
-            yield name, value

@@ -11,10 +11,8 @@ import json
 import math
 import operator
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
-from decimal import Decimal
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -28,7 +26,6 @@ from base.system.users_code import ROOT
 from config import Config, ConfigError, DataError, Section, shortened
 
 MOST_PROBLEMS = 20  # told at once
-_NUMBER = r"\d+(?:\.\d*)?"
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -270,30 +267,12 @@ class _Translation:
         return typed(self.resolved(name, f"${{{name}}}"))
 
     def resolved(self, name: str, value: Plain) -> Plain:
-        """The value of a key, with `${key}`, `${.sibling}` and `${mul: a, b}` in its text replaced."""
-        if name in FREE:
+        """The value of a key, with each `${}` in its text replaced."""
+        if name in FREE or not isinstance(value, str) or "${" not in value:
             return value
-        for _ in range(20):
-            if not isinstance(value, str) or "${" not in value:
-                return value
-            if len(value) > 10_000:
-                break
-            value = keys.replaced(value, lambda reference: self._looked_up(reference, name))
-        raise ConfigError(f"{name}: ${{...}} forms a cycle, is too deep, too long, or is not closed")
+        from base.inputs.references import resolved  # a config without references does without
 
-    def _looked_up(self, reference: str, key: str) -> str | None:
-        """The text in place of `${reference}` in the value of `key`; None for null."""
-        if ":" in reference:
-            if not re.fullmatch(rf"mul\s*:\s*{_NUMBER}(\s*,\s*{_NUMBER})*", reference):
-                raise ConfigError(f"{key}: ${{{reference:.80}}}: only keys, and mul of numbers, are understood")
-            factors = [Decimal(number) for number in re.findall(_NUMBER, reference)]
-            return f"{float(math.prod(factors)):.17g}"  # Decimal: 1.1 x 100 is 110, not 110.00000000000001
-        name = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
-        default = FIELDS[name].default if name in FIELDS else MISSING
-        found = self.written.get(numbered_name(name), default)
-        if found is MISSING or name in SECTIONS or isinstance(found, (tuple, list, dict)):
-            raise ConfigError(f"{key}: ${{{name:.80}}} is not the name of a key with one value")
-        return None if found is None else keys.text_of(found)
+        return resolved(name, value, self.written)
 
 
 def _translated(translation: _Translation, reading: Reading) -> dict[str, Entry]:

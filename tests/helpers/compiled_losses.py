@@ -1,4 +1,4 @@
-"""`head.compiled_loss` beside the loss as it is, for test_compile.py: a process of its own, in which dynamo is on.
+"""`compiled_loss` beside the loss as it is, for test_compile.py: a process of its own, in which dynamo is on.
 
     python compiled_losses.py BACKEND [NAME ...]        BACKEND: aot_eager | inductor; NAME: of `cases`, or all
 
@@ -20,6 +20,7 @@ from test_loss_exact import ALGORITHMS, config_of
 from torch._dynamo.utils import counters
 
 import head
+from compiled_loss import compiled_loss
 from config import Config
 from metrics import Metrics
 
@@ -128,7 +129,7 @@ def compare(name: str, cfg: Config, edit: list[str]) -> dict:
     torch._dynamo.reset()
     counters.clear()
     loss = loss_with(edit)
-    compiled, text = head.compiled_loss(loss, cfg.loss_fn, torch.device("cpu"), has_old=True, has_ref=True)
+    compiled, text = compiled_loss(loss, cfg.loss_fn, torch.device("cpu"), has_old=True, has_ref=True)
     result = {"case": name, "text": text, "slopes": 0.0, "loss": 0.0, "metrics": 0.0, "entropy": 0}
     for step in range(20):
         stats_2R, arguments = batch(cfg, 150 + 37 * step, 5 + step % 7, step)
