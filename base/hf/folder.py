@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from base.hf.config_forms import check_forms
 from base.hf.family import NATIVE
 from base.hf.model_config import ModelConfig, NativeConfig
-from base.system.files import download, read_json
+from base.system.files import read_json
 from config import ConfigError, DataError, HFConfigOverrides
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # in safetensors
@@ -106,6 +106,8 @@ def resolve_folder(name: str, key: str, weights: bool = True) -> Path:
         patterns = ["*.json", "*.jinja"]
         if is_model and weights:
             patterns.append("*.safetensors")
+        from base.system.hub import download
+
         folder = download(name, patterns, problem, instead)
     if not os.path.isdir(folder):
         fix = "give a Hugging Face folder or a hub name org/model"

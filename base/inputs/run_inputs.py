@@ -8,12 +8,12 @@ import os
 import re
 import sys
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import envs
-from base.graders.environments import make_environment, read_results, start_environment
+from base.graders.environments import make_environment, start_environment
 from base.hf.config_forms import LENGTHS
 from base.hf.family import NATIVE
 from base.hf.folder import check_weights, has_experts_together, missing_weights, read_model_config, resolve_folder
@@ -38,7 +38,6 @@ from config import (
 if TYPE_CHECKING:
     from base.inputs.teacher_server import TeacherServer
 
-TRIED_ROWS = 1250  # of each set, among which a row is looked for to try an environment on
 WANDB_VERSION = "0.31.0"  # the tests run with this version: requirements/tests.txt
 
 
@@ -355,38 +354,8 @@ def start_environments(inputs: RunInputs, on_rank0: OnRank0 = lambda work: work(
     names of those that ask for another turn."""
     for name, environment in inputs.environments.items():
         start_environment(name, environment)
+    if not any(":" in name for name in inputs.environments):
+        return ()
+    from base.inputs.trial import try_environments  # a run without classes of the user's does without
+
     return on_rank0(lambda: try_environments(inputs))
-
-
-def try_environments(inputs: RunInputs) -> tuple[str, ...]:
-    """Calls each class or function of the user's once, with two plain replies to a row. Returns the names of those that
-    ask for another turn. ConfigError for what one raises: a run would find out only
-    after its engine has started."""
-    asking = []
-    for name, environment in inputs.environments.items():
-        if ":" in name:
-            results = _try_environment(inputs, name, environment)
-            if not all(result.done for result in results):
-                asking.append(name)
-    return tuple(asking)
-
-
-def _try_environment(inputs: RunInputs, name: str, environment: envs.Environment) -> list[envs.StepResult]:
-    problems = chain.from_iterable(islice(dataset.problems, TRIED_ROWS) for _, dataset in inputs.sets)
-    problem = next((problem for problem in problems if problem.env_name == name), None)
-    if problem is None:  # its rows are rare
-        return []
-    turns = []
-    for reply in (f"The answer is {problem.answer}.", "I do not know."):
-        turn = envs.Turn(
-            messages=[*problem.messages, {"role": "assistant", "content": reply}],
-            answer=problem.answer,
-            finish_reason="stop",
-            fields=problem.fields,
-            prompt_ids=problem.prompt_ids,
-            completion_ids=inputs.tokenizer.backend.encode(reply).ids,
-            raw_reply=reply,
-        )
-        turns.append(turn)
-    tried = f"env_name '{name}', tried on row {problem.row_id} of {problem.dataset} before the run,"
-    return call(tried, lambda: read_results(name, environment.step(turns), turns))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from base.system.files import download, open_file
+from base.system.files import open_file
 from config import DataError, DatasetConfig
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def hub_files(name: str, cfg: DatasetConfig) -> list[Path]:
     folders = [f"{subset}/{cfg.split or 'train'}" for subset in subsets]
     patterns = [f"{folder}/*.parquet" for folder in folders]
     problem = f"data_path: '{name}' is not a local file"
+    from base.system.hub import download  # local files need no network library
+
     copy = download(name, patterns, problem, f"check its name, {instead}", "dataset", PARQUET_BRANCH)
     files = []
     for folder in folders:

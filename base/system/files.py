@@ -1,4 +1,4 @@
-"""Reads the files of a model folder, the Hugging Face hub or a run, with errors that name the file. No torch."""
+"""Reads the files of a model folder, a dataset or a run, with errors that name the file. No torch."""
 
 import json
 import os
@@ -65,23 +65,6 @@ def read_text(name: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def download(
-    name: str, patterns: list[str], problem: str, instead: str, repo_type: str = "model", revision: str | None = None
-) -> Path:
-    """The local copy of a hub repository's files that match `patterns`; without network, an earlier copy. If there is
-    neither, raises a DataError that begins with `problem` and ends with `instead`."""
-    import huggingface_hub  # on demand: local files need no network library
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        copy = huggingface_hub.snapshot_download(name, repo_type=repo_type, revision=revision, allow_patterns=patterns)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        text = " ".join(str(error).split())
-        cause = f"{type(error).__name__}: {text[:200]}"
-        raise DataError(f"{problem} and could not be fetched from the hub ({cause}); {instead}") from error
-    return Path(copy)
 
 
 def read_records(file: Path, bad_lines: list[int] | None = None) -> Iterator[tuple[int, dict]]:
