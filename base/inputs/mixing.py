@@ -6,7 +6,7 @@ a prompt_selection (selection.py), the set alone is chosen here, and what has be
 
 import copy
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypedDict
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from base.inputs.scan import Dataset
-from config import Config, ConfigError, DatasetConfig
+from config import Config, ConfigError
 from records import Problem, Sample, groups_of
 
 if TYPE_CHECKING:
-    from base.inputs.selection import Selection
     from base.inputs.set_choice import Item
 
 SELECTION = 1  # the last number of the seeds of selection.py: not of an epoch's order, which has other seeds
@@ -50,10 +49,13 @@ class Mixture:
             from base.inputs.set_choice import SetChoice  # a run that draws by size does without
 
             self.choice = SetChoice(self.sizes, cfg)
-        self.selections: dict[str, Selection] = {}
+        self.selections = {}
         for dataset, section in zip(datasets, cfg.data.train, strict=False):
             if section.prompt_selection != "uniform":
-                self.selections[dataset.name] = _selection(dataset, section)
+                from base.inputs.selection import Selection  # a run without a prompt_selection does without
+
+                num_rows = len(dataset.problems) // section.repeat
+                self.selections[dataset.name] = Selection(section.prompt_selection, num_rows)
 
     def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
         """ConfigError unless these are the sets that the run `resumed` was trained on."""
@@ -92,8 +94,11 @@ class Mixture:
         drawn = after["drawn"]
         names = list(self.datasets)
         selected = self._select_rows(cursor["position"], count)
+        items = self._by_size(cursor["position"], count)
+        if self.choice:
+            items = self.choice.items(cursor["position"], after, count)  # reads after["drawn"], which grows meanwhile
         problems = []
-        for name, index in self._items(cursor, after, count):
+        for name, index in items:
             if index is None and name in selected:
                 index = next(selected[name])
                 drawn[name] += 1
@@ -125,12 +130,6 @@ class Mixture:
         for name in self.selections.keys() & saved.keys():
             self.selections[name].restore(saved[name])
 
-    def _items(self, cursor: Cursor, after: Cursor, count: int) -> "Iterable[Item]":
-        """What to draw next, by the rule of the config; after["drawn"] grows as the items are taken."""
-        if self.choice:
-            return self.choice.items(cursor["position"], after, count)
-        return self._by_size(cursor["position"], count)
-
     def _by_size(self, position: int, count: int) -> "Iterator[Item]":
         """All problems of all sets in one order: a number counts them through, set after set."""
         names = list(self.datasets)
@@ -139,12 +138,6 @@ class Mixture:
             place = bisect(starts, number) - 1
             name = names[place]
             yield name, None if name in self.selections else number - starts[place]
-
-
-def _selection(dataset: Dataset, section: DatasetConfig) -> "Selection":
-    from base.inputs.selection import Selection  # a run without a prompt_selection imports nothing of it
-
-    return Selection(section.prompt_selection, len(dataset.problems) // section.repeat)
 
 
 def epoch_order(

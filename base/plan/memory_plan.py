@@ -231,11 +231,6 @@ class Plan:
         tensors = self.model.family.norm_tensors
         return 4 * (max(1, tensors - 1) if self.lora else tensors)
 
-    @property
-    def block_activations(self) -> float:
-        """Bytes that the block which keeps the most keeps for the backward of one token."""
-        return max(self.kept_by_blocks)
-
     @cached_property
     def of_layers(self) -> list["Plan"]:
         """With the sizes of each layer."""
