@@ -52,7 +52,7 @@ _BOX_NAME = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKS = r"(?:[ \t$~]|\\[,;:! ()\[\]]|\\q?quad)*"  # blanks and the ends of formulas
 _AND = r"(?:,|;|(?:,\s*)?(?:and|or|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
-_BOX_OF = r"(?P<name>[a-zA-Z](?:_\w)?) ?="  # x = \boxed{3}
+_BOX_OF = r"(?P<name>(?:\\[a-zA-Z]+|[^\W\d_])(?:_\w|_\{\w+\}|[₀-₉]+)?) ?="  # x = \boxed{3}
 _BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:{_BOX_OF}{_MARKS})?")  # between two boxes of one answer
 _BEFORE_BOX = re.compile(rf"(?<![a-zA-Z_\\]){_BOX_OF}[ $]{{0,2}}$")
 _OR_BEFORE = re.compile(  # 6 or \boxed{5}
@@ -96,14 +96,16 @@ _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAMED = re.compile(
     rf"({NAME}|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
 )
-_POINT = re.compile(r"(?i:point )?(?P<name>[A-Z](?:_(?:\w|\{\w+\}))?'*) ?(?P<value>\([^,]+,.+\))")
+_POINT = re.compile(r"(?i:point )?(?P<name>[A-Z](?:_\{\w+\})?'*) ?(?P<value>\([^,]+,.+\))")
 _GRAPH = re.compile(r"(?P<y>y)(?P<primes>'*)|[a-zA-Z](?P<primes_of_f>'*)\(x\)")
 _MEMBER = re.compile(rf"{NAME}\s*\\in(?![a-z])\s*")
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
 _STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = ({"", "{}"}, {"", "()"})
-_BASE = re.compile(r"\(?(-?[\dA-Za-z]*\d[\dA-Za-z]*)\)?_\{?\s*(\d+|[a-z]+)\s*\}?")
+_BASE = re.compile(  # 2516_8, 1A_{16}, not 2x_1
+    r"\(?(-?(?:\d+|(?:\d*[A-Z]+\d[\dA-Z]*|\d+[\dA-Z]+)(?=\)?_\{?\s*[1-9]\d)))\)?_\{?\s*(\d+|[a-z]+)\s*\}?"
+)
 # Compared as text: ratios, times, congruences, approximations, repeating decimals, sums, dates, scores, marked options.
 _OPAQUE = re.compile(
     r":| mod |\\(?:approx|overline|bar|d?dot|sum|prod|int)(?![a-z])|\d+([-/])\d+\1\d+|^\d+-\d+$|^\([A-J]\)"
@@ -180,7 +182,7 @@ def _last_box(text: str) -> str | None:
             break
         if not contents:
             rest = text[end:].partition("\n")[0][:MAX_LINE_CHARS]
-        name = _BEFORE_BOX.search(text[max(0, token.start() - 12) : token.start()])
+        name = _BEFORE_BOX.search(text[max(0, token.start() - 30) : token.start()])
         contents.insert(0, content)
         if name:
             content = f"{name['name']}={content}"

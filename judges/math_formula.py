@@ -93,6 +93,8 @@ def parse(text: str, words: Sequence[str]) -> "sympy.Basic":
         text = re.sub(rf"(?<![\\a-zA-Z]){word}(?![a-zA-Z])", f" w_{{{1000 + place}}} ", text)
     text = re.sub(GROUPED, lambda match: match[0].replace(",", ""), text.replace("$", ""))
     text = re.sub(r"\bdegrees\b", "", text)
+    text = re.sub(r"\\gamma(?![a-zA-Z])", r"\\vartheta", text)  # is read as a function, and as Euler's constant
+    text = re.sub(r"\\Gamma(?![a-zA-Z]|\s*\()", r"\\varsigma", text)
     text = re.sub(r"(?<![\w^{_.])(\d+)\s*(?=\()", r"\1\\cdot ", text)  # 2(3) is read as 2 + 3
     text = re.sub(r"\)\s*(?=[\d(])", r")\\cdot ", text)
     text = re.sub(r"\^\s*(\d*\.\d+)", r"^{\1}", text)

@@ -6,6 +6,8 @@ from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
+from .math_typography import GREEK
+
 MAX_DEPTH = 50  # of brackets in brackets
 GROUPED = r"(?<![\w.,^/(\[{}])\d{1,3}(?:,\d{3})+(?!,?\d)"  # 1,234
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
@@ -54,22 +56,21 @@ _PRODUCT = re.compile(r"[b-df-hj-np-tv-xz]+|[xyz]+|[abcx]+|[a-z]")
 
 
 _AND = r",|(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])"
+INDEX = r"(?:_\{\w+\})"  # of a name
 LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
-NAME = (  # x  x_1  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
-    r"(?:(?!\\emptyset)\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?'*(?:\(\w\))?"
+NAME = (  # x  x_{1}  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
+    rf"(?:(?!\\emptyset)\\?[a-zA-Z]+{INDEX}?'*(?:\(\w\))?"
     r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
 )
 
 
-_GREEK = """alpha beta gamma delta epsilon zeta eta rho theta iota kappa lambda mu nu xi pi sigma tau phi varphi chi psi
-omega""".split()  # rho, theta, phi as spherical coordinates have them
 _OPENING = re.compile(r"\\begin|\\?[{(\[]")
 _CLOSING = re.compile(r"\\end|\\?[})\]]")
 
 
 _LISTED = re.compile(r"[,;\[]|(?<![a-zA-Z\\])(?:or|and|if|for|when)(?![a-zA-Z])|\\(?:\{|to|implies|in)(?![a-z])")
 _BEHIND = r"(?P<rest>.*?\S)\s*[,;]?\s*(?:\(\s*)?"  # what stands before a domain, which may have brackets
-_LETTERS = r"\\?[a-zA-Z]++(?:_(?:\w|\{\w+\}))?"
+_LETTERS = rf"\\?[a-zA-Z]++{INDEX}?"
 _VARIABLE = rf"(?P<name>{_LETTERS})"
 _PLACE = re.compile(rf"{_BEHIND}(?:at|when)\s+{_VARIABLE}\s*(?P<domain>=\s*-?[\w./]+)\s*\)?")
 _KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|integers?|numbers?|values of|constants?)"
@@ -115,7 +116,10 @@ def without_domain(text: str) -> tuple[str, str]:
 def _holds(formula: str, name: str) -> bool:
     """Whether a formula has a variable of this name, alone or in a product: Ce^x has a C."""
     runs = re.findall(rf"\\?[a-zA-Z]+?(?=e\^)|{_LETTERS}", formula)
-    return any(name == run or (name in run and not is_word(run)) for run in runs)
+    letters = [
+        letter for run in runs if not is_word(run) for letter in re.findall(rf"\\[a-zA-Z]+|[a-zA-Z]{INDEX}?", run)
+    ]
+    return name in runs or name in letters
 
 
 def squeeze(text: str) -> str:
@@ -268,8 +272,8 @@ def in_order(pairs: list[tuple[str, str]]) -> list[tuple[str, str]] | None:
 def _place_of(name: str) -> tuple[int, str, int]:
     """The place of a name in its alphabet, the name without index, and its index."""
     word, _, index = name.replace("{", "").replace("}", "").partition("_")
-    if word.startswith("\\") and word[1:] in _GREEK:
-        return 1000 + _GREEK.index(word[1:]), "g", int(index) if index.isdecimal() else 0
+    if word.startswith("\\") and word[1:] in GREEK:
+        return 1000 + GREEK.index(word[1:]), "g", int(index) if index.isdecimal() else 0
     return ord(word[0]), word, int(index) if index.isdecimal() else 0
 
 

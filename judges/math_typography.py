@@ -6,8 +6,9 @@ fonts and spaces.
 
 import re
 from functools import lru_cache
-from unicodedata import normalize
+from unicodedata import name, normalize
 
+FORMULA = re.compile(r"(?<!\\)\$(?![\s$])([^$]+)(?<![\s\\])\$(?!\d)")  # not of $5 and $6
 _DIGITS = re.compile(r"-?[0-9,]+(?:\.[0-9]*)?")
 
 # Signs beyond ASCII, and what they mean.
@@ -27,7 +28,6 @@ _MEANING = {
     "∅⌀Ø": r"\emptyset ",
     "°": r"^\circ ",
     "±": r"\pm ",
-    "π": r"\pi ",
     "∧": r"\land ",
     "\u2228": r"\lor ",
     "\u2010\u2011\u2012\u2013\u2014\u2015\u2212": "-",
@@ -38,6 +38,8 @@ _MEANING = {
     "\u2102": r"\mathbb{C}",
     "\u201c\u201d": '"',
     "\u2018\u2019": "'",
+    "\u2032": "'",
+    "\u2033": "''",
     "\u3000": " ",
     "\u3002\uff61": ".",
     "\uff0c\u3001": ", ",
@@ -48,10 +50,13 @@ _MEANING = {
     "或": " or ",
     "和且": " and ",
 }
-_GREEK = "\u03b1alpha βbeta \u03b3gamma δdelta εepsilon θtheta λlambda \u03c1rho \u03c3sigma τtau φphi ψpsi ωomega"
+# alpha to omega, in their order; U+03C2, the final sigma, is one more sigma
+GREEK = [name(chr(code)).rpartition(" ")[2].lower().replace("lamda", "lambda") for code in range(0x3B1, 0x3CA)]
 _SIGNS = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5E)}  # the wide forms of ASCII
 _SIGNS |= {ord(sign): tex for signs, tex in _MEANING.items() for sign in signs}
-_SIGNS |= {ord(letter[0]): rf"\{letter[1:]} " for letter in _GREEK.split()}
+for _place, _letter in enumerate(GREEK):
+    _SIGNS[0x3B1 + _place] = rf"\{_letter} "
+    _SIGNS[0x391 + _place] = rf"\{_letter.capitalize()} "
 
 _SWITCH = (
     r"\\(?:(?:rm|bf|it|sf|tt|sl|sc|(?:bf|md)series|(?:it|up|sl|sc)shape|(?:rm|sf|tt)family|boldmath)(?![a-zA-Z])"
@@ -75,6 +80,9 @@ _ENVIRONMENT = (
     r"(?P<rows>(?s:.*?))\\end\{(?P=name)\*?\}(?:\s*(?P<close>[)\]|]))?"
 )
 _CASE = re.compile(r"&|(?<![a-z])(?:if|for|when|otherwise)(?![a-z])")
+
+
+_OF_X = r"(?:[a-z] *(?:is|can be|may be|=|\\in(?![a-z])) *)?"
 
 
 def _as_fraction(match: re.Match) -> str:
@@ -112,7 +120,7 @@ def _reals(match: re.Match) -> str:
     """All real numbers, or all except those of a list."""
     if match["out"] is None:
         return r"\mathbb{R}"
-    out = re.sub(r",? (?:and|or) (?:[a-z] ?= ?)?", ", ", match["out"])
+    out = re.sub(r",? (?:and|or) (?:[a-z] ?= ?)?", ", ", match["out"].rstrip(" ."))
     return rf"\mathbb{{R}} \setminus \{{{out}\}}"
 
 
@@ -124,8 +132,11 @@ _BEYOND_ASCII = _compiled(
     (
         (r"[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # without width
         (r"[⁰¹²³⁴-⁹]+\s*\u2044\s*[₀-₉]+|[¼-¾⅐-⅞]", _as_fraction),
-        (r"[⁰¹²³⁴-⁹⁻ⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
-        (r"[₀-₉]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}"),
+        (r"[⁰¹²³⁴-⁹⁻ⁱⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
+        (r"[₀-₉ₐ-ₜᵢ-ᵥⱼ]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}"),
+        (r"(?<=\d)(\s*)[\u03bc\u00b5](?=[mgsL]\b)", r"\1micro"),
+        (r"(?<=\d)\s*[\u03a9\u2126](?!\w)", " ohms"),
+        (r"[\u00b5\u03d0-\u03d5\u03f0-\u03f5\u2126\U0001d400-\U0001d7ff]", lambda match: normalize("NFKC", match[0])),
         (r"√\s*(\d+|[a-z])", r"\\sqrt{\1} "),
     )
 )
@@ -144,6 +155,7 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"\\[,;:!]", " "),
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\(?:left|right|displaystyle|textstyle|limits|hline|[bB]igg?[lrm]?|large|Large|huge)(?![a-zA-Z])", ""),
+        (r"\\var(?=(?:epsilon|theta|kappa|rho|sigma|phi)(?![a-zA-Z]))", r"\\"),
         (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\(?= )|~", " "),
         (r"\{,\}", ","),
         (r"\\([$%])", r"\1"),
@@ -151,6 +163,9 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (_WRAPPED, r" \1 "),
         (_WRAPPED, r" \1 "),  # one in another
         (r"\s{2,}", " "),
+        (r"(?<=[a-zA-Z])(?<!log)\s*_\s*(?:([a-zA-Z\d])|\{\s*(\w+)\s*\})", r"_{\1\2}"),
+        (r"\^\s*(?:\\prime(?![a-z])|\{\s*\\prime\s*\})", "'"),
+        (r"\s*(?:\\colon(?![a-z])|(?<=\d)(?:\\math\w+)?(?:\{:\}| :|:(?= )))\s*", ":"),
         (rf"{_SWITCH}|\\(?:bm|boldsymbol|math(?:rm|bf|it))(?![a-zA-Z])", ""),
         (r"\^\s*\{?\\circ\}?(?:\{\})?|\\degree(?![a-zA-Z])", " degrees "),
         (r"(?i:\bdegrees?)\s*([CF])(?:elsius|ahrenheit)?\b", r"degrees\1 "),
@@ -175,10 +190,14 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"^\s*\\approx(?![a-z])", ""),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"(?i)(?<=\d)\s*(?:percentage|percent|pct)\b", "%"),
-        (r"(?i)(?<=:\d\d)\s*([ap])\.?m\b\.?", lambda match: f" {match[1].lower()}m"),  # 3:45 PM
+        (r"(?i)(?<=:\d\d)\s*([ap])\.? ?m\b\.?", lambda match: f" {match[1].lower()}m"),  # 3:45 PM
         (r"\s+\^", "^"),
         (r"(?i)^\s*([-+]?)\s*infinity\s*$", r"\1\\infty"),
-        (r"(?i)^\s*all real(?: number)?s\b(?:,? except (?:for )?(?:[a-z] ?= ?)?(?P<out>.+))?\s*$", _reals),
+        (
+            rf"(?i)^\s*{_OF_X}(?:the set of )?(?:all|any) real(?: number)?s?\b"
+            r"(?:,? except (?:for )?(?:[a-z] ?= ?)?(?P<out>.+))?\s*$",
+            _reals,
+        ),
         (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
@@ -196,6 +215,7 @@ def clean(text: str) -> str:
             text = pattern.sub(new, text)
         text = text.translate(_SIGNS)
     text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
+    text = FORMULA.sub(r" \1 ", text).strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     for pattern, new in _REWRITES:

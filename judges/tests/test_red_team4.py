@@ -67,6 +67,47 @@ x>2 \text{ and } x<6 <- (2,6)""",
 cx <- cx \text{ for some constant } c
 \frac{1}{x-2} <- \frac{1}{x-2} \text{ for } x \ne 2 | 2n-3 \text{ for all } n \ge 3 <- 2n-3 | 2n-3, n\ge 3""",
     "L2": r"60 km/h <- 60 kmh | 60 kph | 60 km h^{-1} | 5 <- 5 canteens | 5 boats",
+    "29-22 indices": r"""
+x_1=3 <- x_{1}=3 | x₁=3 | x_{ 1 } = 3 | x_ 1=3 | 3 | x_1=2, x_2=3 <- x_{1}=2, x_{2}=3 | x₁=2, x₂=3 | x₂=3, x₁=2
+x_1=2, x_2=3 <- 2, 3 | x_{2}=3 \text{ and } x_{1}=2
+x_{1}=2, x_{2}=3 <- x_1=2,x_2=3 | x₁ = 2, x₂ = 3 | 2x_1 <- x_{1}\cdot 2 | 2x₁ | x_{12} <- x₁₂ | x_{ 12 }
+a_n=2n+1 <- a_{n}=2n+1 | aₙ=2n+1 | 2n+1 | (x_1,y_1)=(2,3) <- (x_{1},y_{1})=(2,3) | (2,3) | (x₁, y₁) = (2, 3)
+x_1<3 <- x_{1}<3 | x₁ < 3 | \log_2 5 <- \log_{2} 5 | \log_{2}{5} | log₂5 | 255_{10} <- 255_10 | 255
+S_n=n^2 <- S_{n}=n^2 | P_1(3,-4) <- P_{1}(3,-4) | P₁(3,-4)
+x_{max} <- x_{\text{max}} | x_{\mathrm{max}} | \int_0^1 x\,dx <- \int_{0}^1 x dx
+C_1e^x+C_2e^{-x} <- C_{1}e^{x}+C_{2}e^{-x} | C₁e^x+C₂e^{-x}
+C_1e^x+C_2e^{-x} <- C_{1}e^x+C_{2}e^{-x}, where C_{1} and C_{2} are constants
+C_1e^x+C_2e^{-x} <- C_1e^x+C_2e^{-x}, \text{ where $C_1$ and $C_2$ are constants}
+C_1e^x+C_2e^{-x} <- C_1e^x+C_2e^{-x} \text{ where } C_{1}, C_{2} \text{ are arbitrary constants}
+Ae^x <- Ae^x \text{ where $A$ is a constant} | Ae^x, where $A$ is a constant | 3k+1 <- 3k+1 \text{ for all $k$}
+3k+1 <- 3k+1 \text{ where $k \in \mathbb{Z}$} | 3k+1, \text{where $k$ is an integer} | 5, 6 <- $5$ and $6$
+5, 6 <- $5$, $6$ | $5 and $6""",
+    "29-22 greek": r"""
+\lambda_1=2, \lambda_2=3 <- λ₁=2, λ₂=3 | \lambda_{1}=2, \lambda_{2}=3 | λ_1 = 2, λ_2 = 3 | 2, 3
+\lambda_1 = 5 <- 5 | λ₁ = 5 | λ = 5 <- \lambda=5 | 5
+\mu <- μ | µ | \eta <- η | \nu <- ν | \zeta <- ζ | \kappa <- κ | \chi <- χ | \xi <- ξ | \Delta <- Δ | \Omega <- Ω
+\Sigma <- Σ | \Gamma <- Γ | \Theta <- Θ | \Lambda <- Λ | \Xi <- Ξ | \Pi <- Π | \Phi <- Φ | \Psi <- Ψ
+\Upsilon <- Υ | \iota <- ι | \upsilon <- υ | \omega <- ω | \psi <- ψ | \tau <- τ | \sigma <- σ | ς | \varsigma
+\phi <- φ | ϕ | \varphi | \varphi <- \phi | φ | ϕ | \epsilon <- ε | ϵ | \varepsilon | \varepsilon <- ε | \epsilon
+\theta <- θ | ϑ | \vartheta | \rho <- ρ | ϱ | \varrho | \kappa <- ϰ | \sigma^2 <- σ² | \chi^2 <- χ²
+2\mu+1 <- 1+2μ | 2μ + 1 | \Delta x <- Δx | \frac{\mu}{\sigma} <- μ/σ | \mu=3 <- μ = 3 | 3
+\mu=3, \sigma=2 <- μ=3, σ=2 | σ=2, μ=3 | \Delta=b^2-4ac <- Δ = b² - 4ac | b^2-4ac | \gamma <- γ | 2\gamma+1 <- 1+2γ
+24 <- \Gamma(5) | \alpha+\beta <- β+α | α + β | \phi(n) <- φ(n)
+2x <- 2𝑥 | 𝟐𝐱 | 5 <- 𝟓 | \alpha <- 𝛼 | x' <- x′ | x^{\prime} | y''=2y <- y″=2y | e^{i\theta} <- e^{iθ} | x_i <- xᵢ
+x_n+x_m <- xₙ+xₘ
+5 μm <- 5 | 5 μm | 5 µm | 5 <- 5 Ω | 5 ohms <- 5 Ω | 5 Ω <- 5 | 5 ohms""",
+    "29-22 times": r"""
+3:45 <- 3 : 45 | 3\!:\!45 | 3\text{:}45 | 3{:}45 | 3\colon 45 | 3: 45 | 3\,:\,45 | 3\mathord{:}45
+3:45 PM <- 3 : 45 PM | 3\!:\!45 \text{ p.m.} | 3\text{:}45 pm | 3{:}45\text{ PM} | \text{3:45 P.M.} | 3 : 45 p.m.
+3:45 PM <- 3:45 p. m. | 2:3 <- 2 : 3 | 2\!:\!3 | 2{:}3 | 2\text{ : }3 | 2\colon 3 | 1:2:3 <- 1 : 2 : 3
+1:2:3 <- 1\!:\!2\!:\!3 | 1\colon2\colon3 | a:b <- a : b | a\colon b""",
+    "29-22 sets": r"""
+\mathbb{R}\setminus\{3\} <- \text{x is all real numbers except 3} | x \text{ is all real numbers except } 3
+\mathbb{R}\setminus\{3\} <- \text{all real numbers except } x=3 | x \ne 3 | x = \text{all real numbers except } 3
+\mathbb{R}\setminus\{3\} <- \text{all reals except 3} | \text{the set of all real numbers except 3}
+\mathbb{R}\setminus\{3\} <- x \text{ can be all real numbers except } 3 | \text{All real numbers except 3.}
+\mathbb{R} <- \text{x is all real numbers} | x \text{ is any real number} | \text{any real number}
+\mathbb{R} <- x \in \text{all real numbers} | \text{the set of all real numbers}""",
 }
 WRONG = {
     "H3": r"""
@@ -118,6 +159,31 @@ cx <- bx \text{ for some constant } b | n \ge 3 <- 2n-3, n\ge 3""",
     "L2": r"""
 60 km/h <- 60 kmh^2 | 60 kmh^{-1} | 60 mph <- 60 mph^{-1} | 5 <- 5 thirteens | 5 braces | 5 quadruples
 5 deuces""",
+    "29-22 indices": r"""
+x_1=3 <- x_2=3 | x_{2}=3 | x1=3 | x_{11}=3 | x_{12} <- x_12 | x_{1}2 | x_1 | x_{21} | 2x_1 <- 2x_2 | x_1^2 | 21
+a_n=2n+1 <- a_{n+1}=2n+1 | a_{m}=2n+1 | x_1=2, x_2=3 <- x_{1}=3, x_{2}=2 | x₁=3, x₂=2 | x_1 <- x^1 | x | x1
+\log_2 5 <- \log_{25} | \log_{5}2 | \log_{2}6 | x_{1}=2 <- x_{2}=2 | 12_{7} <- 12_8 | C_1e^x <- C_2e^x | C_{2}e^x
+C_1x <- C_1x^2, where $C_1$ is a constant | Ae^x <- Be^x, where $B$ is a constant | x_{ab} <- x_ab
+5, 6 <- $5$ and $7$""",
+    "29-22 greek": r"""
+\mu <- u | m | \nu | μ_1 | ν | \nu <- v | \chi <- x | X | \eta <- n | η_1 | \kappa <- k | \rho <- p | \omega <- w
+\Delta <- δ | A | D | \Omega <- ω | O | \Sigma <- σ | \Pi <- π | \pi | \Gamma <- γ | \gamma | \gamma <- Γ | \Gamma
+2\gamma+1 <- 2\Gamma+1 | 2Γ+1 | 2.15 | \gamma_1 x <- \gamma_2 x | \gamma x | \gamma_1 <- \gamma_2 | \phi <- ψ | Φ
+\phi <- \Phi | \epsilon <- e | E | \in | \theta <- Θ | \lambda_1=2 <- λ₂=2 | \lambda_2=2 | \mu_1=2
+\lambda_1=2, \lambda_2=3 <- λ₁=3, λ₂=2 | \sigma <- ς_1 | s | \xi <- ζ | \alpha <- a | α_1 | \upsilon <- u
+\iota <- i | \pi <- ϖ | \varpi | 3.14 | 2x <- 𝟑𝐱 | 2𝑦 | x' <- x | x″ | 5 μm <- 5 mm | 5 m | 5 Ω <- 5 V | 6 Ω
+\sum_{k=1}^n k <- Σ""",
+    "29-22 times": r"""
+3:45 <- 3 : 54 | 3\!:\!46 | 345 | 3.45 | 3\text{:}54 | 4{:}45 | 3:45 PM <- 3 : 45 AM | 3\!:\!45 \text{ a.m.}
+3:45 PM <- 4 : 45 PM | 2:3 <- 3\!:\!2 | 3\text{:}2 | 2\colon 4 | 2/3 | 23 | 1:2:3 <- 1\!:\!3\!:\!2 | 1\colon2""",
+    "29-22 sets": r"""
+\mathbb{R}\setminus\{3\} <- \text{x is all real numbers} | \text{x is all real numbers except 4}
+\mathbb{R}\setminus\{3\} <- \text{x is all real numbers except 3 and 4} | \text{x is all integers except 3}
+\mathbb{R}\setminus\{3\} <- x \text{ is } 3 | \text{all real numbers except } i | x=3
+\mathbb{R} <- \text{x is all real numbers except 3} | \text{x is all integers} | \text{x is real or 3}
+3 <- \text{all real numbers except 3}""",
+    "29-22 domains": r"""
+\alpha x <- \alpha x^2 where a is a constant | \sin x, where s is a constant <- \sin 2x""",
 }
 THOUGHTS = [  # (reply, gold, outcome)
     (r"<think>Perhaps \boxed{12}.</think>I do not know.", "12", "parse_fail"),
