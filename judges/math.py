@@ -51,7 +51,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(-?\d[\d.,]*(?<=\d)))|\\.", re.DO
 _BOX_NAME = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKS = r"(?:[ \t$~]|\\[,;:! ()\[\]]|\\q?quad)*"  # blanks and the ends of formulas
-_AND = r"(?:,|;|(?:,\s*)?(?:and|or|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
+_AND = r"(?:[,;\uff0c\u3001]|(?:,\s*)?(?:and|or|[和及或]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
 _BOX_OF = r"(?P<name>(?:\\[a-zA-Z]+|[^\W\d_])(?:_\w|_\{\w+\}|[₀-₉]+)?) ?="  # x = \boxed{3}
 _BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:{_BOX_OF}{_MARKS})?")  # between two boxes of one answer
 _BEFORE_BOX = re.compile(rf"(?<![a-zA-Z_\\]){_BOX_OF}[ $]{{0,2}}$")
@@ -59,23 +59,39 @@ _OR_BEFORE = re.compile(  # 6 or \boxed{5}
     r"(?<![^\s$(])(?P<value>[^\s${]*(?:\{[^{}]*\}[^\s${]*)*[\d}])\$?,?\s*"
     r"(?:\\text\s*\{\s*)?or\s*\}?[\s$]*(?:[a-z] ?= ?)?$"
 )
+_ANSWER = r"(?:answers?|(?:correct|right) (?:option|choice))"
+_ANSWER_ZH = r"(?:答案|正确选项|故选|答(?=[:\uff1a]))"
 _ANSWER_IS = re.compile(
-    r"(?i)\banswer\**\s*(?:(?:is|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
+    rf"(?i)\b{_ANSWER}\**\s*(?:(?:is|are|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
     r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
-    r"\b,?)*\s*:?|[:=\uff1a])[\s*]*|答案\**(?:\u3011|\s*[是为為]?\**\s*[:=\uff1a\uff1d]|\s*[是为為])[\s*:\uff1a]*"
+    r"\b,?)*\s*:?|[:=\uff1a])[\s*]*"
+    rf"|{_ANSWER_ZH}\**(?:\u3011|\s*[是为為选選]?\**\s*[:=\uff1a\uff1d]|\s*[是为為选選]|(?<=选))[\s*:\uff1a]*"
 )
 _OR_THE_ANSWER = re.compile(r"(?i)\bor(?:,? (?:maybe|perhaps|possibly))?,? +(?:(?:the|my|final|correct|other) +)*$")
 _HEADING = re.compile(  # ## Answer
-    r"(?im)^[ \t]*(?:#{1,6}[ \t]*|\*\*|__)(?:(?:(?:the|my|your) )?(?:final )?answer|(?:最终)?答案)"
+    r"(?im)^[ \t]*(?:#{1,6}[ \t]*(?:\*\*|__)?|\*\*|__)(?:(?:(?:the|my|your) )?(?:final )?answer|(?:最终)?答案)"
     r"[ \t]*[:\uff1a]?(?:\*\*|__)?[ \t]*[:\uff1a]?[ \t]*\n\s*"
 )
+_SECTION = re.compile(r"\s*[A-Za-z]{3,}[ :]")  # #### Step 4
+_DISPLAYED = re.compile(r"(?<!\\)\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
+_GOES_ON = re.compile(r"\s*\n\s*(?=or\b)|(?<=\bor)\s*\n\s*")  # with the line before
+_OR_ZH = re.compile(r"(?P<start>[\uff08(])?[\uff0c,]?\s*(?:也?可能是|也可以是|或者?是?)\s*(?=[\d\\$A-J])")
+_RIGHT_OPTION = re.compile(  # option B is correct
+    r"(?:[Oo]ption |[Cc]hoice |(?P<bracket>\())?\b(?P<letter>[A-J])(?(bracket)\)) is"
+    r" (?:(?:the )?(?:correct|right) (?:answer|option|choice)|(?:correct|right)(?= ?[.,]|\s*$))"
+)
 _LAST_LINE = re.compile(  # one that states the answer
-    r"(?i)[ \t>*_#]*(?:####|(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:final )?answer\**[ \t]*(?:is\b|:)"
+    r"(?i)(?:.*[.!?] )?[ \t>*_#]*"
+    r"(?:####|(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:final )?answer\**[ \t]*(?:is\b|:)"
     r"|(?:(?:所以|因此|故)[\uff0c,]?)?(?:最终)?答案\**[ \t]*[是为為:\uff1a]).+"
 )
 # A number, a formula, an option or a variable.
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
-_BEFORE_BOLD = re.compile(r".*?=\s*(?=\*\*[^*]+\*\*)")  # a + b = **7**
+_VERB = r"(?:is|are|was|were|equals|ha[sd]|have|makes|takes|costs|needs|gets|earns|pays)"
+_BEFORE_VALUE = re.compile(  # a + b = **7**; There are **7** ways; It is 7
+    r".*?=\s*(?=\*\*[^*]+\*\*)|(?!\D*(?:\b(?:not?|never|than|least|most|if)\b|n't))[A-Z][a-z]* [^*\d\\$]*"
+    rf"(?:(?=\*\*[^*]*\d[^*]*\*\*)|\b{_VERB} (?=[\d$\\-]))"
+)
 _BOLD = re.compile(r"\*\*(?![\w({\\$-])|(?<![\w)\]}])\*\*")  # not a power
 _PAIRS_OF_MARKS = [  # bold, italics: not a product or an index
     re.compile(r"(?<![\w)\]}\\])(__)(?=\S)(.+?)(?<=\S)\1(?!\w)"),
@@ -84,7 +100,7 @@ _PAIRS_OF_MARKS = [  # bold, italics: not a product or an index
 ]
 _ARTICLE = r"A (?!(?:or|and|nor|but|is|was|if|as|because|since|not|would|cannot|can|with)\b)[a-z]{2,}"
 _CHOICE = re.compile(  # B, (B), option B. and (B) 12, whose text may not name another option
-    rf"(?:(?i:option|choice) )?[(\[]?([A-J])"
+    rf"(?:(?i:option|choice) |选项)?[(\[]?([A-J])"
     rf"(?:[)\]]?[.:)]?|(?:[)\]][.:]?|[.:]) ((?!.*\b(?!{_ARTICLE})[A-J](?![a-zA-Z])).+))"
 )
 _SEPARATOR = r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
@@ -133,15 +149,18 @@ def grade(job: dict) -> dict:
 
 def extract(reply: str) -> str | None:
     """The final answer; None if there is none, its box is empty, or it has more than MAX_ANSWER_CHARS."""
-    reply = behind_thought(reply)[-MAX_REPLY_CHARS:]
+    reply = _in_lines(behind_thought(reply)[-MAX_REPLY_CHARS:])
     head, tag, _ = reply.rpartition("</answer>")
     answer = _last_line(reply) or _last_box(reply)
     if answer is None and tag and "<answer>" in head:
         answer = head.rpartition("<answer>")[2]
-    elif answer is None and "####" in reply:
-        answer = _after_hashes(reply)
     elif answer is None:
-        answer = _after_words(reply)
+        behind_hashes = reply.rpartition("####")[2]
+        is_section = _SECTION.match(behind_hashes) and _ANSWER_IS.search(behind_hashes)
+        if "####" in reply and not is_section:
+            answer = _after_hashes(reply)
+        else:
+            answer = _after_words(reply)
     answer = answer.strip()
     return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
 
@@ -152,11 +171,22 @@ def gold_answer(answer: str) -> str:
     return box if box is not None else answer.rsplit("####", 1)[-1].strip()
 
 
+def _in_lines(reply: str) -> str:
+    """The reply with each answer in the line that states it: below a heading, displayed, or behind "or"."""
+    reply = _DISPLAYED.sub(lambda match: f"${' '.join((match[1] or match[2]).split())}$", reply)
+    reply = _HEADING.sub("Answer: ", reply)
+    reply = _RIGHT_OPTION.sub(r"Answer: \g<letter>", reply)
+    reply = _OR_ZH.sub(r"\g<start> or ", reply)
+    return _GOES_ON.sub(" ", reply)
+
+
 def _last_line(reply: str) -> str | None:
-    """What the last line says, if it begins as one that states the answer, stands below a box and holds none."""
-    above, _, line = reply.rstrip().rpartition("\n")
-    if not _LAST_LINE.fullmatch(line) or not _BOX_NAME.search(above) or _BOX_NAME.search(line):
+    """What the last of the lines below the last box says that begins as one that states the answer."""
+    *boxed, below = _BOX_NAME.split(reply)
+    lines = [line for line in below.split("\n")[1:] if _LAST_LINE.fullmatch(line)]
+    if not boxed or not lines:
         return None
+    line = lines[-1]
     answer = _after_hashes(line) if "####" in line else _after_words(line)
     if re.search(r"(?i)answer\**\s*is\b|答案", line) and not _STATED.fullmatch(answer):  # The answer is the larger one.
         return None
@@ -233,7 +263,7 @@ def _after_words(text: str) -> str:
     line = parts[-1].strip().partition("\n")[0][:MAX_LINE_CHARS]
     if _OR_THE_ANSWER.search(parts[-2][-MAX_LINE_CHARS:]):
         line = f"{parts[-2]}{line}"
-    return stated(_unmarked(_BEFORE_BOLD.sub("", line, count=1)))
+    return stated(_unmarked(_BEFORE_VALUE.sub("", line, count=1)))
 
 
 def _unmarked(line: str) -> str:

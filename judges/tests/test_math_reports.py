@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 r"""Answers that users of other graders reported, and those that a red team found, with siblings of our own.
 
 A line of a table is `gold <- answer | answer`, as in test_hostile_math.py; \uXXXX is a character.
@@ -212,6 +213,46 @@ REPLIES += [
     ("5", "The answer is $5$, but note $x=6$ is extraneous.", "ok"),
     ("3:45 PM", "The answer is 3:45 p.m. or 4:45 p.m.", "wrong"),
     ("3:45 PM", "The answer is 3:45 p.m. We are done.", "ok"),
+    # an answer below a heading, displayed, in a sentence, of an option, in Chinese, corrected below its box
+    ("12", "### Final Answer:\n\\[\n12\n\\]\nLet me know if you have questions.", "ok"),
+    ("12", "**Answer**\n\n$$12$$", "ok"),
+    ("\\frac{3}{4}", "#### **Answer**\n\n$$\n\\frac{3}{4}\n$$\n", "ok"),
+    ("12", "#### Step 1: add\n5+7\n#### Step 2: conclude\nThe answer is 12.", "ok"),
+    ("B", "Thus, choice B is correct.", "ok"),
+    ("D", "The right choice is D because 3 > 2.", "ok"),
+    ("D", "So option D is the correct answer.", "ok"),
+    ("x=2, x=3", "答案是 $x=2$ 或 $x=3$。", "ok"),
+    ("4", "因此，答案为：4", "ok"),
+    ("D", "综上，故选D.", "ok"),
+    ("2,5", "$\\boxed{2}$、$\\boxed{5}$", "ok"),
+    ("30", "**Answer:** The total is **30** dollars.", "ok"),
+    ("30", "Answer: She earns $30.", "ok"),
+    ("30", "**Answer**: It takes **30 minutes**.", "ok"),
+    ("7", "Final Answer: There are 7 such numbers.", "ok"),
+    ("15", "\\boxed{14}\n\nCorrection: 14 was wrong. The answer is 15.", "ok"),
+    ("14", "\\boxed{14}\nThe answer is explained above in 3 steps.", "ok"),
+    ("1,3", "The answers are $1$ and $3$.", "ok"),
+    (
+        "\\begin{pmatrix}1\\\\2\\end{pmatrix}",
+        "The answer is:\n\\[\n\\begin{pmatrix} 1 \\\\[2pt] 2 \\end{pmatrix}\n\\]",
+        "ok",
+    ),
+    ("5", "\\[\\boxed{5}\\]\n\nAnswer: 5", "ok"),
+    ("5", "costs \\$\\$5. The answer is 5.", "ok"),
+    ("12", "### Final Answer\n12\nor\n13", "wrong"),
+    ("12", "\\boxed{12}\n\n**Answer**\n\n\\[13\\]", "wrong"),
+    ("8", "Answer: It is not 8.", "wrong"),
+    ("8", "Answer: There are more than 8.", "wrong"),
+    ("8", "Answer: The number is less than **8**.", "wrong"),
+    ("B", "Option B is not correct.", "parse_fail"),
+    ("B", "Option B is correct only if x > 0. The answer is C.", "wrong"),
+    ("7", "答案是 7 或 8", "wrong"),
+    ("7", "答案：7，也可能是9", "wrong"),
+    ("8", "Answer: The sum isn't **8**.", "wrong"),
+    ("3", "Answer: The value of x^3 is 8.", "wrong"),
+    ("5", "Answer: The answer is never 5", "wrong"),
+    ("8", "Answer: It is 8 or 9.", "wrong"),
+    ("2", "Answer: There are 2 or 3 ways.", "wrong"),
 ]
 
 
