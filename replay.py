@@ -24,7 +24,8 @@ from base.inputs import reader
 from base.inputs.checkpoints import checkpoint_folder, of_this_program, read_meta
 from base.inputs.run_inputs import num_steps_of, read_inputs
 from base.system.disk import keep_console
-from base.system.exits import exit_process, run_command
+from base.system.exits import exit_process
+from base.system.failure import run_command
 from base.system.files import read_records
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, on_rank0, start_process_group

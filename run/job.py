@@ -14,10 +14,10 @@ from base.check.rules import must_save_by_seconds
 from base.check.summary import data_lines, notes, template_notes
 from base.inputs.checkpoints import checkpoint_folder
 from base.inputs.run_inputs import RunInputs, num_steps_of, read_inputs, start_environments
-from base.system.exits import NO_PEERS, Signals, describe_failure, report_exit
+from base.system.exits import NO_PEERS, Signals, report_exit
 from base.system.optimizer import Optimizer
 from base.system.progress import Progress
-from base.system.ranks import Ranks, expand_segments, on_rank0, start_process_group
+from base.system.ranks import Ranks, on_rank0, start_process_group
 from base.system.watchdog import Watchdog
 from config import Config, ConfigError
 from head import HeadOptions
@@ -138,6 +138,8 @@ def run_rank(
 
             memory = memory or Memory(plan_memory(cfg, inputs, ranks, None, to_train), ranks)
             error = memory.explained(error, watchdog.phase if watchdog else "evaluation")
+        from base.system.failure import describe_failure
+
         code, reason = describe_failure(error, folder, peers)
     if watchdog:
         watchdog.stop()
@@ -160,7 +162,10 @@ def set_up(job: Job) -> Run:
     head_options = build_head(cfg, inputs, device)
     model, sampler = build(cfg, inputs, ranks, device, signals.pending, keeps_gathered=keeps_gathered)
     ranks.print_rank0(head_options.describe(model.config.vocab_size))
-    expand_segments()  # vLLM has made its memory pools, and sleeps
+    if torch.cuda.is_available():
+        from base.system.allocator import expand_segments
+
+        expand_segments()  # vLLM has made its memory pools, and sleeps
     if memory:
         memory.note_engine()
     base_sha256 = hash_of_base(cfg, inputs, ranks)
@@ -207,30 +212,10 @@ def generate(job: Job) -> str:
 
 
 def restore(run: Run) -> None:
-    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
-    cfg = run.cfg.checkpointing
-    train = run.inputs.train
-    checkpoints = run.saver.folder
-    if cfg.resume_from is None:
-        if any(checkpoints.glob("step_*")):
-            raise ConfigError(f"{checkpoints} holds checkpoints of another run: choose another checkpoint_dir")
-        return
-    from run.restore import load  # a run that resumes none does without
+    """Continues from the checkpoint that the config resumes, if it does."""
+    if run.cfg.checkpointing.resume_from:
+        from run.restore import resume  # a run that resumes none does without
 
-    reference_shards = run.reference.shards if run.reference else {}
-    base_sha256 = run.state.base_sha256
-    counters = load(checkpoints, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
-    counters["bonus"] = EntropyBonus(**counters.get("bonus", {}))
-    state = RunState(**counters)
-    run.state = state
-    run.saver.saved = state.step
-    if cfg.allow_changes and state.fingerprints != train.fingerprints:
-        run.ranks.print_rank0(
-            "WARNING: the data have changed (checkpointing.allow_changes=true): reading starts at their first row"
-        )
-        state.cursor = train.start()
-        state.fingerprints = train.fingerprints
-        state.selections = {}
-    train.restore_selections(state.selections)
-    train.check_same(state.fingerprints, cfg.resume_from)
-    run.ranks.print_rank0(f"resumed from {checkpoints / f'step_{state.step:06d}'}")
+        resume(run)
+    elif any(run.saver.folder.glob("step_*")):
+        raise ConfigError(f"{run.saver.folder} holds checkpoints of another run: choose another checkpoint_dir")

@@ -12,7 +12,8 @@ from base.inputs import reader
 from base.inputs.run_inputs import RunInputs
 from base.plan.gpus import GIB
 from base.plan.memory_plan import CONTEXT, OWN_CONTEXT, Plan
-from base.system.exits import OutOfMemory, own_frames
+from base.system.exits import OutOfMemory
+from base.system.failure import own_frames
 from base.system.ranks import Ranks, gather, on_rank0
 from config import Config, ConfigError
 

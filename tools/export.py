@@ -17,7 +17,8 @@ from base.inputs.checkpoints import checkpoint_folder
 from base.inputs.resume import check_resumable
 from base.inputs.run_inputs import RunInputs, read_policy_config, read_tokenizer
 from base.system.disk import keep_console
-from base.system.exits import exit_process, run_command
+from base.system.exits import exit_process
+from base.system.failure import run_command
 from base.system.ranks import on_rank0, start_process_group
 from config import ConfigError
 from run import restore

@@ -29,7 +29,8 @@ from base.agents.wire_anthropic import Messages
 from base.agents.wire_chat import Answer, Chat, Conversations, News, Refused, Request, Wire
 from base.agents.wire_responses import Responses
 from base.system.disk import say
-from base.system.exits import StopRun, place_of
+from base.system.exits import StopRun
+from base.system.failure import place_of
 from config import shortened
 
 MAX_BYTES = 16 << 20  # of a request

@@ -9,11 +9,6 @@ from base.inputs.scan import Dataset
 from config import Config
 
 MAX_ROWS = 5_000  # --check reads this many rows of each set: half a second
-# Of tinker-cookbook 0.6.1: learning rates of its RL recipes, with this alpha (theirs, too, divides by the rank), and
-# exponents of hyperparam_utils.get_lr.
-LORA_RATES = (1e-5, 4e-5)
-LORA_ALPHA = 32
-LORA_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 SHOWN_CHARS = 200  # of a long prompt, this many are printed from each end
 
 
@@ -65,12 +60,10 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
     if 3 * scheduler.warmup_steps > num_steps and scheduler.warmup_start_factor != 1:
         warmup = f"policy.scheduler.warmup_steps={scheduler.warmup_steps}"
         found.append(f"{warmup} is more than a third of the run's {num_steps} steps: set fewer for a run this short")
-    lora = cfg.policy.dtensor_cfg.lora_cfg
-    least = LORA_RATES[0] * LORA_ALPHA / lora.alpha  # an update of the weights grows with both
-    if lora.enabled and cfg.policy.optimizer.kwargs.lr < least:
-        lr = f"policy.optimizer.kwargs.lr={cfg.policy.optimizer.kwargs.lr:g} with lora_cfg.alpha={lora.alpha:g}"
-        published = f"{LORA_RATES[0]:g} to {LORA_RATES[1]:g} with alpha={LORA_ALPHA:g} in tinker-cookbook's RL recipes"
-        found.append(f"{lr} is below published rates for LoRA: {published}{_lora_formula(model)}")
+    if cfg.policy.dtensor_cfg.lora_cfg.enabled:
+        from base.check.lora_rate import low_rate
+
+        found += low_rate(cfg.policy, model)
     if model.num_experts and cfg.policy.precision == "bfloat16" and not cfg.policy.router_replay.enabled:
         choice = "rounding to bfloat16 changes which experts a token is sent to"
         found.append(f"{choice}: policy.router_replay.enabled=true gives the trainer the sampler's choice")
@@ -78,15 +71,6 @@ def notes(cfg: Config, model: ModelConfig, num_steps: int) -> list[str]:
         if layers is not None and layers.note:
             found.append(layers.note)
     return found
-
-
-def _lora_formula(model: ModelConfig) -> str:
-    """What tinker-cookbook's `get_lr` says for the model, of the two kinds for which it has an exponent."""
-    for kind, exponent in LORA_EXPONENTS.items():
-        if model.hf["model_type"].startswith(kind):
-            rate = 5e-4 * (2000 / model.hidden_size) ** exponent
-            return f"; its formula for supervised training has {rate:.1e} for this model"
-    return ""
 
 
 def template_notes(cfg: Config, inputs: RunInputs) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from base.inputs.scan import Dataset
-from config import Config, ConfigError
+from config import Config
 from records import Problem, Sample, groups_of
 
 if TYPE_CHECKING:
@@ -56,20 +56,6 @@ class Mixture:
 
                 num_rows = len(dataset.problems) // section.repeat
                 self.selections[dataset.name] = Selection(section.prompt_selection, num_rows)
-
-    def check_same(self, fingerprints: Mapping[str, str], resumed: str) -> None:
-        """ConfigError unless these are the sets that the run `resumed` was trained on."""
-        for name in sorted({*self.fingerprints, *fingerprints}):
-            if self.fingerprints.get(name) == fingerprints.get(name):
-                continue
-            here = "is missing"
-            if name in self.datasets:
-                here = f"is new or changed ({self.datasets[name].path})"
-            raise ConfigError(
-                f"data.train: '{name}' {here}, compared with the data of the run {resumed}, so the saved position "
-                "would select other prompts; give the same data, or start at the beginning of this data with "
-                "checkpointing.allow_changes=true"
-            )
 
     def start(self) -> Cursor:
         """The cursor of a new run."""

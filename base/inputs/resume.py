@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from base.inputs.checkpoints import (
     numbered,
     read_meta,
 )
+from base.inputs.mixing import Mixture
 from config import LORA_KEY, CheckpointingConfig, Config, ConfigError
 
 # Under another value, a checkpoint's tensors would mean another model.
@@ -119,6 +121,21 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         fix += "" if is_fixed else ", or set checkpointing.allow_changes=true"
         problem = f"cannot continue with other settings: {', '.join(changed.values())}"
         raise ConfigError(f"checkpointing.resume_from={run} {problem}; {fix}")
+
+
+def check_same_data(train: Mixture, fingerprints: Mapping[str, str], resumed: str) -> None:
+    """ConfigError unless these are the sets that the run `resumed` was trained on, by their fingerprints."""
+    for name in sorted({*train.fingerprints, *fingerprints}):
+        if train.fingerprints.get(name) == fingerprints.get(name):
+            continue
+        here = "is missing"
+        if name in train.datasets:
+            here = f"is new or changed ({train.datasets[name].path})"
+        raise ConfigError(
+            f"data.train: '{name}' {here}, compared with the data of the run {resumed}, so the saved position "
+            "would select other prompts; give the same data, or start at the beginning of this data with "
+            "checkpointing.allow_changes=true"
+        )
 
 
 def damaged(problem: str, checkpoint: Path) -> str:

@@ -15,13 +15,11 @@ import socket
 import sys
 import sysconfig
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from base.system.disk import NO_ROOM, describe_os_error, say, write_whole
-from config import ConfigError
+from base.system.disk import describe_os_error, say, write_whole
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2  # bad config, data or model folder
@@ -149,16 +147,6 @@ def report_exit(code: int, reason: str, run_folder: Path | None, peers: Peers = 
         _write_once(file, text)
 
 
-def run_command(work: Callable[[], str]) -> int:
-    """One rank of a command from start to exit code. work: returns how it ended."""
-    try:
-        code, reason = 0, work()
-    except BaseException as error:
-        code, reason = describe_failure(error)
-    report_exit(code, reason, None)
-    return code
-
-
 def exit_process(code: int) -> None:
     """Ends this rank. On CPU not by os._exit: vLLM's teardown removes shared memory that would fail the next run."""
     if "wandb" in sys.modules:  # on rank 0 of a run that logs there: sends the rest, if W&B can
@@ -187,39 +175,6 @@ def _write_once(file: Path, text: str) -> bool:
     except OSError as error:
         say(f"WARNING: {file} cannot be written ({describe_os_error(error)})", is_error=True)
     return True
-
-
-def describe_failure(error: BaseException, run_folder: Path | None = None, peers: Peers = NO_PEERS) -> tuple[int, str]:
-    """(exit code, one-line reason) of what ended the run; an unexpected error also leaves its traceback on stderr."""
-    ends = {ConfigError: (EXIT_CONFIG, "error"), Saved: (EXIT_SAVED, "saved"), StopRun: (EXIT_CHECK, "stopped")}
-    for kind, (code, end) in (ends | {OutOfMemory: (EXIT_MEMORY, "out of memory")}).items():
-        if isinstance(error, kind):
-            return code, f"{end}: {error}"
-    lost = peers.find_lost(run_folder)
-    if lost:
-        return EXIT_CRASH, lost
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        reason = describe_os_error(error)
-    else:
-        say("".join(traceback.format_exception(error)).rstrip(), is_error=True)
-    if not error.__cause__:  # else the message was made to name the place
-        reason += place_of(error)
-    has_other_hosts = any(host != host_name() for host, _ in peers.processes.values())
-    if has_other_hosts:  # one of them may be gone
-        reason += how_to_go_on(run_folder)
-    return EXIT_CRASH, f"crashed: {reason}"
-
-
-def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The calls that led to the error and are no library's, the innermost last."""
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
-
-
-def place_of(error: BaseException) -> str:
-    """Where the error was raised, as " (file:line, in name)": the innermost call that is no library's."""
-    frames = own_frames(error)
-    return f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def how_to_go_on(run_folder: Path | None) -> str:

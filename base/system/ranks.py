@@ -24,7 +24,6 @@ T = TypeVar("T")
 # More than any limit of the watchdog, which says who hangs: a collective would only say that it waited.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 SHARED_ERRORS = (ConfigError, OSError, StopRun, Interrupted)  # raised on all ranks where one raises them
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
 
 class Bridge(Protocol):
@@ -129,9 +128,13 @@ def start_process_group(
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    taken = take_out_expandable_segments()
-    if taken and rank == 0:
-        print(f"{taken}: off until the engine first sleeps; vLLM's sleep cannot free expandable segments", flush=True)
+    if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+        from base.system.allocator import take_out_expandable_segments
+
+        taken = take_out_expandable_segments()
+        if taken and rank == 0:
+            why = "vLLM's sleep cannot free expandable segments"
+            print(f"{taken}: off until the engine first sleeps; {why}", flush=True)
     device = choose_device(local_rank)
     # Without device_id=device: with it, torch splits NCCL's communicator, on all ranks at once, for each new group,
     # gloo's too. vLLM makes ten groups for each engine; such splits have hung runs (pytorch/pytorch#145376).
@@ -166,39 +169,6 @@ def start_process_group(
         peers=Peers(processes, num_trainers),
     )
     return ranks, device
-
-
-def take_out_expandable_segments() -> str:
-    """Before CUDA starts: the environment variables that had torch's segments grow, which they no longer do."""
-    taken = []
-    for name in ALLOCATOR_VARIABLES:
-        given = os.environ.get(name, "")
-        options = given.split(",")
-        kept = [option for option in options if option.replace(" ", "") != "expandable_segments:True"]
-        if kept == options:
-            continue
-        taken.append(f"{name}={given}")
-        if kept:
-            os.environ[name] = ",".join(kept)
-        else:
-            del os.environ[name]
-    return " ".join(taken)
-
-
-def expand_segments() -> None:
-    """From now on torch's segments grow, so that what is freed of one size serves another. Only while vLLM's memory
-    pools are complete: with the option on, what they allocate cannot sleep (pytorch/pytorch#147851)."""
-    given = ""
-    for name in ALLOCATOR_VARIABLES:
-        given = given or os.environ.get(name, "")
-    is_set_by_user = "expandable_segments" in given
-    if is_set_by_user or not torch.cuda.is_available():
-        return
-    torch.cuda.empty_cache()
-    options = "expandable_segments:True"
-    if given:
-        options = f"{given},{options}"  # an option that is left out is reset
-    torch._C._accelerator_setAllocatorSettings(options)
 
 
 def fsdp_mesh(device_type: str, num_replicas: int = 1) -> DeviceMesh:

@@ -19,7 +19,7 @@ from small_run import write_rows
 from torch import equal
 from two_nodes import ROOT, Job, copy_of_repository, environment, free_port, last_line, run_words, start, wait_until
 
-from base.system import exits
+from base.system import exits, failure
 
 PLAYED_RUN = """
 import json, os, signal, sys, time
@@ -159,7 +159,7 @@ def on_node_0(monkeypatch, tmp_path):
 def test_a_crash_on_one_of_several_nodes_says_how_to_go_on(on_node_0):
     """The process at the other end of the connection may be gone with its node, and nobody here can know."""
     peers = exits.Peers({0: ("node-0", os.getpid()), 1: ("node-1", os.getpid())})
-    code, reason = exits.describe_failure(RuntimeError("Connection closed by peer [10.0.0.2]:4"), on_node_0, peers)
+    code, reason = failure.describe_failure(RuntimeError("Connection closed by peer [10.0.0.2]:4"), on_node_0, peers)
     assert code == 1 and reason.startswith("crashed: RuntimeError: Connection closed by peer")
     assert f"continue with checkpointing.resume_from={on_node_0}" in reason
 

@@ -22,6 +22,7 @@ from base.hf.folder import read_model_config
 from base.hf.tokenizer import Tokenizer
 from base.hf.weights import sync_weights
 from base.plan.memory_plan import Plan
+from base.system import allocator
 from base.system.exits import Interrupted, StopRun
 from model import load_policy
 from records import Problem, SamplingOptions
@@ -103,7 +104,7 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
         return clip(*args)
 
     cuda.setattr(grpo, "clip_grad_norm", clip_asleep)
-    cuda.setattr(job, "expand_segments", lambda: asleep.append(is_asleep()))
+    cuda.setattr(allocator, "expand_segments", lambda: asleep.append(is_asleep()))
     write_rows(tmp_path)
     words = ("grpo.max_num_steps=2", "grpo.logp_gap_limit=null", "grpo.canary_period=2", "checkpointing.enabled=false")
     cuda.setattr(sys, "argv", ["", *arguments(tmp_path), *words])

@@ -13,6 +13,7 @@ import pytest
 from mixes import MIXES, batches, mixture_of
 
 from base.inputs.mixing import epoch_order
+from base.inputs.resume import check_same_data
 from config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +202,7 @@ def test_one_rank_and_two_draw_the_same():
 
 def test_other_data_is_named():
     mixture, saved = mixture_of([2, 3]), mixture_of([2, 3]).fingerprints
-    mixture.check_same(saved, "logs/exp_001")
+    check_same_data(mixture, saved, "logs/exp_001")
     for other, told in (
         (
             {**saved, "b": "x"},
@@ -211,7 +212,7 @@ def test_other_data_is_named():
         ({"a": saved["a"]}, "data.train: 'b' is new or changed (b.jsonl), compared with the data of the run"),
     ):
         with pytest.raises(ConfigError) as error:
-            mixture.check_same(other, "logs/exp_001")
+            check_same_data(mixture, other, "logs/exp_001")
         assert str(error.value).startswith(told)
 
 

@@ -16,7 +16,7 @@ from ranks import ranks
 from small_run import arguments, write_rows
 
 import config
-from base.system import exits
+from base.system import exits, failure
 from config import ConfigError
 from run import folder as run_folder
 from run.folder import open_run_folder
@@ -198,11 +198,11 @@ def test_a_crash_names_the_line(capsys):
         return json.loads("{")  # the last line outside of libraries
 
     line = buggy.__code__.co_firstlineno + 1
-    code, reason = exits.describe_failure(raised(buggy))
+    code, reason = failure.describe_failure(raised(buggy))
     assert code == 1 and reason.startswith("crashed: JSONDecodeError: Expecting property name")
     assert reason.endswith(f" ({__file__}:{line}, in buggy)")
     assert "Traceback" in capsys.readouterr().err
-    assert exits.describe_failure(raised(lambda: sys.exit(7)))[1].startswith("crashed: SystemExit: 7 (")
+    assert failure.describe_failure(raised(lambda: sys.exit(7)))[1].startswith("crashed: SystemExit: 7 (")
 
 
 def test_a_message_that_was_made_to_name_the_place_names_no_other():
@@ -210,7 +210,7 @@ def test_a_message_that_was_made_to_name_the_place_names_no_other():
         raise RuntimeError("reward:f raised ZeroDivisionError (reward.py:2)") from ZeroDivisionError()
 
     expected = "crashed: RuntimeError: reward:f raised ZeroDivisionError (reward.py:2)"
-    assert exits.describe_failure(raised(call_of_users_code)) == (1, expected)
+    assert failure.describe_failure(raised(call_of_users_code)) == (1, expected)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -224,10 +224,10 @@ def test_a_lost_rank_is_named_in_place_of_the_connections_words(capsys, number):
     process.send_signal(number)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
     expected = f"crashed: rank 3 on {host} (process {process.pid}) is gone"
-    assert exits.describe_failure(error, None, peers) == (1, expected)
+    assert failure.describe_failure(error, None, peers) == (1, expected)
     process.wait()
     go_on = "; continue with checkpointing.resume_from=logs/exp_001, if it has a checkpoint"
-    assert exits.describe_failure(error, Path("logs/exp_001"), peers) == (1, expected + go_on)
+    assert failure.describe_failure(error, Path("logs/exp_001"), peers) == (1, expected + go_on)
     assert capsys.readouterr().err == ""
 
 
@@ -236,6 +236,6 @@ def test_no_room_is_no_traceback(number, capsys):
     def write():
         raise OSError(number, os.strerror(number), "metrics.jsonl")
 
-    code, reason = exits.describe_failure(raised(write))
+    code, reason = failure.describe_failure(raised(write))
     assert code == 1 and re.match(r"crashed: metrics\.jsonl: the disk is full \(", reason)
     assert capsys.readouterr().err == ""

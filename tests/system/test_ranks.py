@@ -21,6 +21,7 @@ from optimizer_case import ADAMW, ROUNDED, check_checkpoints, check_offload, che
 from ranks import ranks
 from tiny import VOCAB_SIZE
 
+import base.system.allocator
 import base.system.ranks
 import config
 import envs
@@ -352,7 +353,7 @@ def test_segments_grow_only_after_the_engine_sleeps(one_rank, monkeypatch, capsy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty cache"))
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    base.system.ranks.expand_segments()
+    base.system.allocator.expand_segments()
     later = "max_split_size_mb:64,expandable_segments:True" if later is None else later
     assert told == (["empty cache", later] if later else [])
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from ranks import ends_of
 
 from base.system import heartbeat, watchdog
-from base.system.exits import describe_failure, report_exit
+from base.system.exits import report_exit
+from base.system.failure import describe_failure
 from base.system.ranks import start_process_group
 from config import CheckpointingConfig, Config, ConfigError, LoggerConfig, WatchdogConfig
 from run import folder as run_folder
