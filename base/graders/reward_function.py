@@ -63,7 +63,7 @@ class RewardFunction(Environment):
             rewards = self.function(**arguments)
             if inspect.iscoroutine(rewards):
                 rewards = asyncio.run(rewards)
-        except (TypeError, AttributeError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             form = "lists of messages here, because the rows have `messages`"
             if isinstance(arguments["completions"][0], str):
                 form = "texts here, because the rows have no `messages`"

@@ -112,15 +112,24 @@ def adds_texts(completions):
     return [completion[0] + 1 for completion in completions]
 
 
+def unpacks(completions):
+    return [float(dict(message)["content"] == "7") for [message] in completions]
+
+
+def asks_by_name(completions):
+    return [{"7": 1.0}[completion[:1]] for completion in completions]
+
+
 def of_texts(completions):
     return [float(completion.strip() == "7") for completion in completions]
 
 
-@pytest.mark.parametrize("name", ["of_chats", "of_chats_later", "adds_texts"])
+@pytest.mark.parametrize("name", ["of_chats", "of_chats_later", "adds_texts", "unpacks", "asks_by_name"])
 def test_trials4_f5_completions_that_are_texts_are_called_so(name):
     """And where the rows have messages, that they are lists."""
-    with pytest.raises((TypeError, AttributeError)) as error:
-        make(name).step([TURN])
+    other = replace(TURN, messages=[CHAT[0], CHAT[1] | {"content": "8"}])
+    with pytest.raises((AttributeError, LookupError, TypeError, ValueError)) as error:
+        make(name).step([other])
     assert "completions are texts here" in describe(error.value) and "test_reward_function.py:" in describe(error.value)
     chat = replace(TURN, fields={"messages": CHAT})
     try:
