@@ -2,6 +2,7 @@
 content of a message that only calls tools."""
 
 import json
+import re
 
 from base.system.files import Json
 from config import DataError
@@ -23,7 +24,7 @@ def read_messages(given: Json) -> list[dict]:
 
 def _listed_messages(text: str) -> list[dict] | None:
     """The messages that a text lists in JSON; None for any other text."""
-    if not text.lstrip().startswith("[{"):
+    if not re.match(r"\s*\[\s*\{", text):
         return None
     try:
         found = json.loads(text)

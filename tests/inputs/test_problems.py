@@ -241,7 +241,7 @@ def test_r1_tools_and_calls_are_the_same_from_each_kind_of_file(tokenizer):
     part_texts[0]["tools"][0]["function"]["parameters"] = json.dumps(F["function"]["parameters"])
     part_texts[1]["tools"][1]["function"]["parameters"]["properties"]["b"] = '{"type": "integer"}'
     part_texts[2]["messages"][1]["tool_calls"] = json.dumps(part_texts[2]["messages"][1]["tool_calls"])
-    part_texts[3]["messages"] = json.dumps(part_texts[3]["messages"])
+    part_texts[3]["messages"] = json.dumps(part_texts[3]["messages"], indent=1)
     loaded = [load(shows_all, rows).problems for rows in (padded, texts, each_text, part_texts)]
     loaded += [load(shows_all, [], data_path=file).problems for file in ("rows.parquet", "texts.parquet")]
     without_calls = [
