@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 import venv
@@ -15,7 +14,9 @@ import pytest
 import torch
 from agent_case import TEMPERATURE, endpoint_of, sample, started
 from dist_case import settings
+from isolations import ISOLATIONS
 from loop import train_once
+from processes import command_lines
 
 from base.system.exits import StopRun
 from config import AgentConfig, ConfigError, LoggerConfig
@@ -135,7 +136,7 @@ print(json.dumps({"reward": 1, "rewards": found}))
 """
 
 
-@pytest.mark.parametrize("isolation", ["required", "none"])
+@pytest.mark.parametrize("isolation", sorted({*ISOLATIONS, "none"}))
 def test_an_isolated_command_sees_neither_other_agents_nor_the_runs_files(case, tmp_path, isolation):
     secret, program = tmp_path / "logs" / "config.yaml", tmp_path / "agent" / "snoop.py"
     for path, text in ((secret, "x"), (program, SNOOP)):
@@ -196,8 +197,7 @@ def test_bad_agents_end_as_documented_and_leave_nothing(case, capfd):
         )
     assert samples[list(BAD).index("big prompt")].finish_reason == "length"
     assert samples[list(BAD).index("many")].num_calls == 4
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "sleep 987" not in left
+    assert "sleep 987" not in command_lines()
     assert case.engine.is_idle and not case.engine.unclaimed and not case.endpoint.rollouts
     assert not case.endpoint.running and nobody_waits(case.endpoint.server)
     assert "Traceback" not in capfd.readouterr().err

@@ -376,7 +376,8 @@ def test_self_tests_of_built_in_environments_run(monkeypatch):
 @pytest.mark.parametrize("name", ["math", "code"])
 def test_a_grader_that_overran_its_own_deadline_or_failed_has_no_verdict(name, monkeypatch):
     """NeMo-RL#431. A program that ran into its limit has one: the judge says so."""
-    made = ready(name, EnvConfig(math=MathEnvConfig(num_workers=1), code=CodeEnvConfig(num_workers=1)))
+    code_cfg = CodeEnvConfig(num_workers=1, isolation="none")
+    made = ready(name, EnvConfig(math=MathEnvConfig(num_workers=1), code=code_cfg))
     row = {"tests": [{"input": "1", "output": "1"}]}
     verdict = {"outcome": "timeout", "boxed": True, "extracted": None} if name == "math" else "timeout"
     graded = [Graded("timeout"), Graded("error", message="died"), Graded("ok", verdict)]

@@ -4,21 +4,13 @@ import json
 
 import pytest
 from environments import ready
+from isolations import ISOLATIONS
 from processes import children
 
 from config import CodeEnvConfig, ConfigError, EnvConfig, MathEnvConfig
 from envs import OUTCOMES, Turn
 from judges import sandbox
 
-
-def has(isolation):
-    try:
-        return sandbox.run("", "", sandbox.Limits(10, isolation=isolation))[0] == sandbox.ENDED
-    except sandbox.Unavailable:
-        return False
-
-
-ISOLATIONS = [name for name in ("required", "none") if has(name)]
 needs_sandbox = pytest.mark.skipif(not ISOLATIONS, reason="this machine has no seccomp")
 ADD = {"entry_point": "add", "test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(5, -7) == -2\n"}
 RIGHT = "def add(a, b):\n    return a + b\n"
