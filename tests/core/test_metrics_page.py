@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loss_cases import hard_batch
+from loss_cases import hard_batch, token_columns
 from metrics_page import formulas, matches, rows, undocumented
 from one_process import run_in_this_process
 from samples import answers, sample, with_grade
@@ -130,6 +130,7 @@ def of_tokens():
     counts = {"num_valid_tokens": int(mask.sum()), "num_valid_seqs": len(np.unique(seq))}
     _, metrics = policy_loss(**batch | counts, cfg=LOSS)
     pack = SimpleNamespace(**batch | {"mask_R": batch["mask_R"] != 0, "reward_R": batch["mask_R"]})
+    pack.tokens_R = token_columns(len(pack.mask_R))
     metrics |= gap_of_pack(pack, batch["logp_R"], 0, GRPOConfig())
     _, masked = seq_logp_error_mask(pack, THRESHOLD)
     return names, derived_metrics(reduce_over_ranks(metrics | masked))

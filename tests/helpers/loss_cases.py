@@ -7,6 +7,7 @@ import torch
 from base.check.contradictions import contradictions
 from config import Config, LossConfig
 from loss import Max, Min
+from records import TOKEN
 
 
 def golden_batch(dtype=torch.float32):
@@ -21,6 +22,11 @@ def golden_batch(dtype=torch.float32):
         "num_valid_tokens": 5,
         "num_valid_seqs": 2,
     }
+
+
+def token_columns(num_rows):
+    """A pack's tokens_R, with a column for each value of a token, also for those that a fork adds."""
+    return {name: torch.zeros(num_rows) for name in TOKEN.names}
 
 
 GOLDEN_REF = [-1.1, -0.9, -1.8, -0.2, -2.5, -0.4]
