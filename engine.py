@@ -54,7 +54,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 
 class VLLMEngine:
-    """`engine_protocol.Engine`, which describes the methods, by an in-process vLLM, awake or (CUDA only) asleep.
+    """`records.Engine`, which describes the methods, by an in-process vLLM, awake or (CUDA only) asleep.
 
     should_stop: whether to abort generation; all ranks of an engine must get the same answer (any_rank_of_engine).
     """

@@ -23,7 +23,6 @@ row, by default at once. docs/faq.md#logp_gap_grows tells what to do.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,10 +37,7 @@ from loss import Max, Metrics, Sequences, extremes
 from metrics import Numbers, reduce_over_ranks, total_of
 from model import Decoder
 from pack import MicroBatch
-from records import Completion, Sample, SamplingOptions
-
-if TYPE_CHECKING:
-    from engine_protocol import Engine
+from records import Completion, Engine, Sample, SamplingOptions
 
 CANARY_PROMPT_TOKENS = 160  # more than a block of the prefix cache, where the model's length allows it
 CANARY_NEW_TOKENS = 32
@@ -214,7 +210,7 @@ def judge_step(
 
 
 def check_canary(
-    model: Decoder, head_options: HeadOptions, engine: "Engine", limit: float | None, device: torch.device, when: str
+    model: Decoder, head_options: HeadOptions, engine: Engine, limit: float | None, device: torch.device, when: str
 ) -> float:
     """The mean gap, in nats per token, on a fixed prompt. This rank's engine continues it; in a split job, every engine
     does. A collective, with a forward without gradients for each of these engines. Raises StopRun above `limit`

@@ -25,12 +25,11 @@ from base.system.exchange import share_samples
 from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks, any_rank, gather
 from config import Config
-from records import Completion, Grade, Problem, Sample, SamplingOptions, TokenSequence, groups_of, sample_seed
+from records import Completion, Engine, Grade, Problem, Sample, SamplingOptions, TokenSequence, groups_of, sample_seed
 
 if TYPE_CHECKING:
     from ahead import Ahead
     from base.agents.endpoint import Endpoint
-    from engine_protocol import Engine
     from run.reward_model import RewardModel
     from run.split.generators import Generators
 
@@ -166,7 +165,7 @@ class Sampler(AbstractContextManager):
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         tokenizer: Tokenizer,
         environments: dict[str, envs.Environment],
         ranks: Ranks,

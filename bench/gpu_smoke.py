@@ -24,11 +24,10 @@ from base.inputs.run_inputs import read_inputs
 from base.system.exits import exit_process
 from base.system.ranks import Ranks, start_process_group
 from bench.head import ROOT, facts
-from engine_protocol import Engine
 from gap import check_canary
 from head import HeadOptions, response_logps
 from pack import make_minibatches
-from records import SamplingOptions
+from records import Engine, SamplingOptions
 from rollout import sample_step
 from run.build import build, build_head
 

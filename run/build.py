@@ -22,12 +22,12 @@ from head import HeadOptions, LossOptions, LossPath, choose_loss_path
 from kernels.backend import choose_backend
 from loss import policy_loss
 from model import Decoder, load_policy
+from records import Engine
 from rollout import Sampler
 from run import checkpoint
 
 if TYPE_CHECKING:
     from base.agents.endpoint import Endpoint
-    from engine_protocol import Engine
     from kernels.filter import SamplingFilter
     from reference import Reference
     from run.served_teacher import ServedTeacher
@@ -253,7 +253,7 @@ def build_sampler(
     return Sampler(engine, inputs.tokenizer, inputs.environments, ranks, *limits, reward_model, endpoint, ahead, stop)
 
 
-def build_endpoint(cfg: Config, inputs: RunInputs, ranks: Ranks, engine: "Engine", **options) -> "Endpoint":
+def build_endpoint(cfg: Config, inputs: RunInputs, ranks: Ranks, engine: Engine, **options) -> "Endpoint":
     """options: of Endpoint."""
     from base.agents.endpoint import Endpoint  # a run without agents imports nothing of them
     from base.agents.parser import ReplyParser

@@ -23,6 +23,7 @@ from config import Config, ConfigError
 from head import HeadOptions
 from model import Decoder
 from optim import EntropyBonus, build_optimizer
+from records import Engine
 from rollout import Sampler
 from run import checkpoint
 from run.build import build, build_head, build_reference, build_sampler, hash_of_base
@@ -30,7 +31,6 @@ from run.folder import open_run_folder
 from run.log import RunLog, Timers
 
 if TYPE_CHECKING:
-    from engine_protocol import Engine
     from reference import Reference
     from run.memory import Memory
     from run.split.generators import Generators
@@ -74,7 +74,7 @@ class Run(Job):
     model: Decoder
     head_options: HeadOptions
     optimizer: Optimizer
-    engine: "Engine"
+    engine: Engine
     sampler: "Sampler | Generators"
     reference: "Reference | None"
     state: RunState

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,10 +25,7 @@ from base.system.ranks import any_rank, fsdp_mesh, gather
 from config import Config, DataError
 from model import Decoder, load_policy
 from pack import first_fit
-from records import Sample
-
-if TYPE_CHECKING:
-    from engine_protocol import Engine
+from records import Engine, Sample
 
 
 class RewardDecoder(Decoder):
@@ -67,7 +63,7 @@ class RewardModel:
             frozen=True,
         )
 
-    def grade(self, samples: Sequence[Sample], engine: "Engine") -> None:
+    def grade(self, samples: Sequence[Sample], engine: Engine) -> None:
         """Scores the samples that this rank holds and that kept their messages. A collective; the engine sleeps
         meanwhile, and keeps its weights."""
         rank = dist.get_rank()

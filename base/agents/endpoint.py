@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from base.agents.calls import Call, Rollout, sequence_of
 from base.agents.environment import LOOPBACK, Agent
@@ -20,10 +19,7 @@ from base.system.exits import Interrupted, StopRun
 from base.system.ranks import Ranks
 from config import DataError
 from envs import StepResult
-from records import Completion, Sample, SamplingOptions
-
-if TYPE_CHECKING:
-    from engine_protocol import Engine
+from records import Completion, Engine, Sample, SamplingOptions
 
 IDLE_SECONDS = 0.005  # how long a step of an idle engine waits for a request
 LEAST_LOGP = -9999.0  # JSON has no infinity; vLLM's own server writes this number, too
@@ -50,7 +46,7 @@ class Endpoint:
 
     def __init__(
         self,
-        engine: "Engine",
+        engine: Engine,
         tokenizer: Tokenizer,
         ranks: Ranks,
         parse: ReplyParser,

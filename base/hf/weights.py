@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,7 @@ from base.hf.model_config import EMBEDDING, ModelConfig
 from base.system.disk import replace_folder, write_whole
 from base.system.ranks import local_rows, on_rank0
 from config import ConfigError
-
-if TYPE_CHECKING:
-    from engine_protocol import Engine
+from records import Engine
 
 MAX_FILE_BYTES = 5 * 10**9
 LORA_A = ".lora_A"  # suffixes of the names of LoRA's parameters
@@ -139,7 +136,7 @@ def full_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Te
             yield from checkpoint_views(model, name, tensor)
 
 
-def sync_weights(model: nn.Module, engine: "Engine", version: int) -> int:
+def sync_weights(model: nn.Module, engine: Engine, version: int) -> int:
     """Trainer -> sampler; a collective of all ranks. Returns the bytes sent to this engine. The KV cache gets its
     memory back last, because streaming the weights needs it (vllm-project/vllm#15254)."""
     engine.wake("weights")

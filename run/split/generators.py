@@ -23,8 +23,8 @@ from run.split.bridge import Bridge, Shapes
 
 
 class GeneratingEngines:
-    """The generators' engines, as the trainers' one: `engine_protocol.Engine`, as far as trainers call it. Every method
-    is a collective of all trainers, and raises what the generators raised: Interrupted, StopRun."""
+    """The generators' engines, as the trainers' one: `records.Engine`, as far as trainers call it. Every method is a
+    collective of all trainers, and raises what the generators raised: Interrupted, StopRun."""
 
     def __init__(self, bridge: Bridge, shapes: Shapes, tokenizer: Tokenizer, cfg: Config):
         self.bridge = bridge
