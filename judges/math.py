@@ -269,7 +269,7 @@ def _after_words(text: str) -> str:
 def _unmarked(line: str) -> str:
     """The line without marks of markdown: bold type, which may have begun before, italics, code, #s at its end."""
     line = re.sub(r"[ \t]+#+\s*$", "", line).replace("`", "")
-    line = _BOLD.sub("", line)
+    line = _BOLD.sub("", re.sub(r"(?<=\S)\*\*[!:](?=\s|$)", ".", line))
     for marks in _PAIRS_OF_MARKS:
         line = marks.sub(r"\2", line)
     return re.sub(r"(?<=\w)\*(?=[.,;]?(?:\s|$))", "", line)

@@ -12,16 +12,16 @@ from .math_text import squeeze
 
 _STOP = r"(?<![.\s])(?<![ap]\.m)(?<!i\.e)\.(?=\s|$)|(?<=[ap]\.m\.)(?= +[A-Z])|\u3002"  # of a sentence; 9 p.m. goes on
 _OR = "or|maybe|perhaps|possibly|alternatively|otherwise|else|if not"
-_BUT = "but|though|although|however|while|whereas|yet|unless|plus|as well as|along with|together with"
-_REASON = r"because|since|(?<!well )as(?! well)|so|thus|hence|therefore|that is|i\.e"
+_BUT = r"but|though|although|however|while|whereas|yet|unless|plus|as well as|along with|together with|that is|i\.e"
+_REASON = r"because|since|(?<!well )as(?! well)|so|thus|hence|therefore"
 _LIGHT = re.compile(  # words that may stand before a value which comes first
-    rf"(?i)(?:[^\w\\=<>]|(?:{_OR}|{_BUT}|and|also|even|then|either|just|sometimes|equally|the|answers?|values?|option|choice|its?|is|be|"
+    rf"(?i)(?:[^\w\\=<>]|(?:{_OR}|{_BUT}|and|also|even|then|to|either|just|sometimes|equally|the|answers?|values?|option|choice|its?|is|be|"
     r"may|might|could|can|would|should|well|about|approximately|roughly|equivalently|another|other|"
     r"second|possible|there|solution|one|in (?:which|some) cases?)\b)*"
 )
 _RIGHT = re.compile(  # what may follow the value
     r"(?i)\s*(?:$|[,.!)]|(?:too|also|and|or|as|is|being|if|when|may|might|could|would|works?|fits?|holds?|does|\w+n't|"
-    r"satisf\w+|possible|instead|otherwise)\b)"
+    r"satisf\w+|possible|instead|otherwise|assuming)\b)"
 )
 _POSSIBLE = re.compile(
     r"(?i)\b(?:too|also|may|might|could|would|can|another|either|possible|plausible|accept\w*|valid|right|correct|works?|"
@@ -37,12 +37,16 @@ _FORMULA = re.compile(r"\$(?!\s)([^$]+)(?<![\s$])\$(?!\d)|\\\((.+?)\\\)")
 _WORD = r"[A-Za-z]{2,}\b(?! ?=)"
 _CLAUSE = rf"(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
 _REST = re.compile(  # of a line behind its value
-    rf"{_STOP}|(?<!and)(?<!or), (?=[a-z]|I )(?={_CLAUSE})(?!and {_WORD} ?[=<>])|\uff0c(?=[\u4e00-\u9fff])"
-    rf"|; (?=[^;]*[a-z]{{3}})|(?<=[^a-z] )(?:{_BUT}|{_REASON}|which|not|rather|and (?={_WORD}))\b"
-    rf"|\((?!mod|base|if|when|for)(?=[^()]*(?<![\\a-z])[a-z]{{2}})| {_DASH} (?={_OR})"
+    rf"{_STOP}|(?<!and)(?<!or), (?=[a-z]|I )(?={_CLAUSE})(?!and {_WORD} ?[=<>])|; (?=[^;]*[a-z]{{3}})"
+    rf"|(?<=[^a-z] )(?:{_BUT}|{_REASON}|which|not|rather|and (?={_WORD}))\b| {_DASH} (?={_OR})|\s?\u2014"
+    r"|\((?!mod|base|if|when|for)(?=[^()]*(?<![\\a-z])[a-z]{2})|(?<=\d )\((?=[^a-zA-Z\\]*\))|(?<=^[A-J] )\("
+    r"|(?<=[\ds] )(?:each|every|only|exactly|altogether|in total|in all|when rounded)\b"
+    r"|[\uff0c\uff1b](?=[\u4e00-\u9fff])|(?<=[\dA-J$})])(?= ?[或和])"
 )
 _PIECE = re.compile(rf"(?i)(?=; |{_DASH} |\([^()]*[a-z]{{2}}|(?<!\w)(?:(?<![\dA-J)}}] )(?:{_OR})|{_BUT}|{_REASON})\b)")
-_MARKS = re.compile(r"(?<!\\)\$|\\[()\[\],;:! ]|\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
+_MARKS = re.compile(r"(?<!\\)\$|\\[()\[\],;:! ]|\\q?quad(?![a-z])|\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
+_IN_ENGLISH = str.maketrans({"或": " or ", "和": " and ", "但": " but ", "也": " also ", "可": " may ", "是": " is "})
+_IN_ENGLISH |= str.maketrans("\uff0c\uff1b\u3002", ",;.")
 _OPTION = re.compile(r"(?i:option |choice )?\(?[A-J](?![\w']| ?[-=+*/^(])")
 _START = r"(?:(?<!\w)[a-zA-Z]\w? ?= ?)?(?:- ?)?"
 _LETTER = r"(?<![\w'.])[a-zA-Z](?= ?[-+*/^_]\W*\w\b)"
@@ -64,7 +68,7 @@ def stated(line: str) -> str:
     formula = _FORMULA.match(line)
     if formula:
         return with_offers(formula[1] or formula[2], line[formula.end() :])
-    line = re.sub("^(?:either|both) ", "", line)
+    line = re.sub(r"^(?:(?:either|both) |(?:an?|the) (?!and|or)(?=[a-z]{3}))", "", line)
     for rest in _REST.finditer(line):
         value = line[: rest.start()]
         if len(re.findall(r"[(\[{]", value)) <= len(re.findall(r"[)\]}]", value)):
@@ -75,11 +79,11 @@ def stated(line: str) -> str:
 def with_offers(value: str, rest: str, *, is_boxed: bool = False) -> str:
     """A value with those that the rest of its line offers, as a list."""
     found = value
-    for count, sentence in enumerate(re.split(_STOP, _MARKS.sub(r" \1 ", rest))):
+    for count, sentence in enumerate(re.split(_STOP, _MARKS.sub(r" \1 ", rest.translate(_IN_ENGLISH)))):
         is_reason = False
         for piece in _PIECE.split(sentence):
             is_reason = is_reason or bool(re.match(rf"(?:{_REASON})\b", piece))
-            is_or = not is_reason and bool(re.match(rf"(?i)(?:{_OR})\b", piece))
+            is_or = not is_reason and bool(re.match(rf"(?i)(?:{_OR})\b|\([^a-z]*\)\W*$", piece))
             must_be_possible = is_reason or count > 0 or piece.startswith("(") or (is_boxed and "=" in piece)
             for offer in _offers(value, piece, is_or=is_or, must_be_possible=must_be_possible):
                 found += offer
@@ -94,7 +98,7 @@ def _offers(value: str, piece: str, *, is_or: bool, must_be_possible: bool) -> I
     for match in _VALUES[kind].finditer(piece):
         before = piece[start : match.start()]
         if start == 0:
-            before = re.sub(r"(?s)^.*(?=,)", "", before)
+            before = re.sub(r"^.*(?=,|\b(?:it is|then)\b)", "", before)
         clause = piece[start:]
         start = match.end()
         if _says_the_same(value, match[0]) or (_ABOUT.search(before) and not value.strip().isdigit()):
@@ -117,7 +121,7 @@ def _offers(value: str, piece: str, *, is_or: bool, must_be_possible: bool) -> I
 def _separator(piece: str, before: str) -> str:
     if before.strip(", ") == "and":
         return " and "
-    return " or " if piece[0].isalpha() else ", "
+    return " or " if re.match(r"[a-zA-Z(]", piece) else ", "
 
 
 def _kind(value: str) -> str:

@@ -75,13 +75,14 @@ _VARIABLE = rf"(?P<name>{_LETTERS})"
 _PLACE = re.compile(rf"{_BEHIND}(?:at|when)\s+{_VARIABLE}\s*(?P<domain>=\s*-?[\w./]+)\s*\)?")
 _KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|integers?|numbers?|values of|constants?)"
 _FOR = rf"(?:for|where|with|provided(?: that)?|\\forall)(?: (?:all|any|every|each|some))?(?: {_KINDS})*"
+_FOR_ALL = r"(?:for (?:all|any|every|each|some)|\\forall)"
 _CONSTANT = rf"is (?:an?|any) (?:arbitrary |{_KINDS} )*(?:constant|integer|number)"
 _SEVERAL = rf"(?P<name>{_LETTERS}(?:(?:\s*,\s*(?:and )?| and ){_LETTERS})+)"
 _DOMAINS = [
     re.compile(rf"{_BEHIND}(?:{_FOR})?\s*{_VARIABLE}\s*(?P<domain>{domain})\s*\)?")
     for domain in (r"\\in\s*\\mathbb\s*\{[A-Z]\}(?:[\^_]\{?[+*\d]\}?)?", r"(?:\\ge|\\ne|>)\s*-?\d{1,3}", _CONSTANT)
 ] + [
-    re.compile(rf"{_BEHIND}(?:for (?:all|any|every|each|some)|\\forall)(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?"),
+    re.compile(rf"{_BEHIND}(?:{_FOR_ALL}|for(?= {_KINDS}))(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?"),
     re.compile(rf"{_BEHIND}where {_SEVERAL}\s*(?P<domain>are(?: any| arbitrary| {_KINDS})+)\s*\)?"),
     _PLACE,
 ]

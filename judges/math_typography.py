@@ -137,7 +137,7 @@ _BEYOND_ASCII = _compiled(
         (r"(?<=\d)(\s*)[\u03bc\u00b5](?=[mgsL]\b)", r"\1micro"),
         (r"(?<=\d)\s*[\u03a9\u2126](?!\w)", " ohms"),
         (r"[\u00b5\u03d0-\u03d5\u03f0-\u03f5\u2126\U0001d400-\U0001d7ff]", lambda match: normalize("NFKC", match[0])),
-        (r"√\s*(\d+|[a-z])", r"\\sqrt{\1} "),
+        (r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2} "),
     )
 )
 _REWRITES = _compiled(  # what changes no meaning, in this order
@@ -152,6 +152,7 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
         (r"\{\s*\{([^{}]*)\}\s*\}", r"{\1}"),
         (rf"{_NO_ARGUMENT}\{{\s*({_FONT}\{{){_IN_BRACES}\}}\s*\}}", r"\1\2}"),
         (rf"\\[dtc]?frac\s*\{{\s*{_UNITS}\}}\s*\{{\s*{_UNITS}\}}(?!\s*\^)", r" \1/\2 "),
+        (r",\s*\\!\s*(?=\d)", ","),  # 1,\!234
         (r"\\[,;:!]", " "),
         (r"\\(?:left|right)\s*\.", ""),
         (r"\\(?:left|right|displaystyle|textstyle|limits|hline|[bB]igg?[lrm]?|large|Large|huge)(?![a-zA-Z])", ""),
