@@ -185,5 +185,5 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
 def _form_of_tools(problem: Problem) -> tuple:
     """By which a template may write a row's tools or leave them out; to render each row twice more would be slow."""
     roles = tuple(message["role"] for message in problem.messages)
-    keys = {key for tool in problem.tools or () for key in tool}
-    return roles, frozenset(keys)
+    keys_of_tools = tuple(tuple(tool) for tool in problem.tools or ())
+    return roles, keys_of_tools

@@ -304,9 +304,11 @@ def test_tools_that_the_template_leaves_out_are_told(tmp_path, monkeypatch):
     ]
     asked = [{"role": "user", "content": "1+1="}]
     by_system = [{"role": "system", "content": "s"}, *asked]
-    shown = "{{ tools }}{{ messages[0].content }}<|end|>"
-    named = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}" + shown.removeprefix("{{ tools }}")
-    system_only = "{{ tools if messages[0].role == 'system' }}" + shown.removeprefix("{{ tools }}")
+    bare_talk = "{{ messages[0].content }}<|end|>"
+    shown = "{{ tools }}" + bare_talk
+    first_only = "{{ tools[0] if tools }}" + bare_talk
+    named = "{% for t in tools or [] %}[{{ t.name }}]{% endfor %}" + bare_talk
+    system_only = "{{ tools if messages[0].role == 'system' }}" + bare_talk
     wrapped, bare, none = {"tools": tools}, {"tools": [tools[0]["function"]]}, {"tools": None}
     for template, rows, told_at in (
         (None, [(asked, wrapped), (asked, wrapped)], 1),
@@ -317,6 +319,7 @@ def test_tools_that_the_template_leaves_out_are_told(tmp_path, monkeypatch):
         (system_only, [(by_system, wrapped), (asked, none)], None),
         (named, [(asked, bare), (by_system, bare)], None),
         (named, [(asked, bare), (asked, wrapped)], 2),  # "[]" says no name
+        (first_only, [(asked, wrapped), (asked, {"tools": [{"name": "mul"}, *tools]})], 2),
         (named, [(asked, {"tools": [*tools, {"name": "mul", "parameters": {}}]}), (asked, none)], 1),
     ):
         lines = [json.dumps({"messages": messages, "answer": "2"} | more) for messages, more in rows]

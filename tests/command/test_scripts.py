@@ -5,6 +5,7 @@ before any process is started, a signal reaches every rank, and set-up never del
 did not make. What CUDA needs and packages cannot bring is played by stand-ins on PATH.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -319,6 +320,23 @@ def test_a_container_leaves_out_what_git_does():
     lines = [line for line in (ROOT / ".gitignore").read_text().splitlines() if not line.startswith("#")]
     lines = [line.removeprefix("/") if line.startswith("/") else f"**/{line}" for line in lines]
     assert (ROOT / ".dockerignore").read_text().splitlines()[1:] == lines
+
+
+@pytest.mark.slow
+def test_setup_asks_for_each_library_that_packages_link_to_and_do_not_bring():
+    """Beside those of each Linux (glibc, and the compiler's, which apt needs)."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent
+    if not list(folder.glob("_C_AVX*.so")):
+        pytest.skip("this vLLM is not the one for a CPU")
+    brought = {file.name for part in (folder, folder.parent / "torch" / "lib") for file in part.glob("lib*.so*")}
+    linked = set()
+    for file in folder.glob("*.so"):
+        lines = subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout.splitlines()
+        linked |= {line.split()[0] for line in lines if "=>" in line}
+    everywhere = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d")
+    asked = {name for name in linked - brought if not everywhere.fullmatch(name)}
+    setup = (ROOT / "setup.sh").read_text()
+    assert "libnuma.so.1" in asked and all(name in setup for name in asked), asked
 
 
 def test_locks_pin_every_package_once_and_alike():
