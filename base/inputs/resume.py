@@ -108,6 +108,11 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
     before = reader.load(run / "config.yaml")
+    if to_train and _saves_reference(before) != _saves_reference(cfg):
+        saved = "with" if _saves_reference(before) else "without"
+        problem = f"was saved {saved} a reference policy: set loss_fn.reference_policy_kl_penalty, "
+        problem += "policy.reference_model_name and policy.reference_server_url as in that run"
+        raise ConfigError(f"checkpointing.resume_from={run} {problem}")
     changed = {}
     has_lora = any(config.policy.dtensor_cfg.lora_cfg.enabled for config in (before, cfg))
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
@@ -121,6 +126,12 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         fix += "" if is_fixed else ", or set checkpointing.allow_changes=true"
         problem = f"cannot continue with other settings: {', '.join(changed.values())}"
         raise ConfigError(f"checkpointing.resume_from={run} {problem}; {fix}")
+
+
+def _saves_reference(cfg: Config) -> bool:
+    """Whether a checkpoint has the weights of a reference: a teacher's are in its own folder."""
+    has_teacher = cfg.policy.reference_model_name or cfg.policy.reference_server_url
+    return cfg.has_reference and not has_teacher
 
 
 def check_same_data(train: Mixture, fingerprints: Mapping[str, str], resumed: str) -> None:

@@ -1,5 +1,6 @@
 """Which run goes on, and from which of its checkpoints: read without torch, damaged ones refused by name."""
 
+import itertools
 import json
 import os
 import shutil
@@ -77,6 +78,23 @@ def test_settings_that_must_stay(run, section, key, value, old):
         assert named in refused(changed, to_train=False)
     else:
         resume.check_resumable(changed, to_train=False)  # a score with another seed is a score
+
+
+def test_a_reference_that_no_checkpoint_has_is_refused(run):
+    """Before any model is loaded. A teacher is in a folder of its own, so that it may come, change and go."""
+    folder, cfg = run
+    with_kl = replace(cfg, loss_fn=config.LossConfig(reference_policy_kl_penalty=0.1))
+    with_teacher = replace(with_kl, policy=replace(cfg.policy, reference_model_name="models/two"))
+    without_kl = replace(cfg, loss_fn=config.LossConfig(reference_policy_kl_penalty=0.0))
+    cases = ((without_kl, False), (with_kl, True), (with_teacher, False))
+    for (before, was_saved), (now, is_saved) in itertools.product(cases, repeat=2):
+        (folder / "config.yaml").write_text(reader.to_yaml(before))
+        now = replace(now, checkpointing=replace(cfg.checkpointing, allow_changes=True))
+        resume.check_resumable(now, to_train=False)
+        if was_saved == is_saved:
+            resume.check_resumable(now)
+        else:
+            assert "reference_policy_kl_penalty" in refused(now)
 
 
 def with_lora(cfg, lora):
