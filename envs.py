@@ -16,6 +16,7 @@ from config import ConfigError
 if TYPE_CHECKING:
     from judges.pool import GraderPool
 
+Answers = Iterable[tuple[str, str, dict]]  # of rows: where each is, its answer, its fields
 OUTCOMES = ("ok", "wrong", "parse_fail", "timeout", "error")
 MAX_REPLY_CHARS = 100_000  # `exact` reads the end of a longer reply
 NUMBER = re.compile(r"[-+]?\$?(\d{1,3}(,\d{3})+|\d+)(\.\d+)?")
@@ -93,10 +94,10 @@ class Environment:
         After an exception each turn (its group, with whole_groups) gets its own call; one that raises is an `error`."""
         raise NotImplementedError
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         """Raises ConfigError if an answer of the dataset cannot be graded: --check finds it, not step 900.
 
-        answers: for each problem, its place ("train.jsonl:7"), answer and fields.
+        Example of an answer: ("train.jsonl:7", "91", {"problem": "72+19=", "answer": "91"}).
         """
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Exact(Environment):
             return StepResult(1.0, "ok", extracted=extracted)
         return StepResult(0.0, "wrong", extracted=extracted)
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         for where, answer, _ in answers:
             if exact_number(answer) is None:
                 raise ConfigError(f"{where}: answer {answer!r:.80} is not one plain number: env_name 'exact' needs one")

@@ -5,14 +5,13 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from base.graders.environments import read_results
 from base.graders.pool import PoolEnvironment, pool_of
 from config import AgentConfig, ConfigError, shortened
-from envs import OUTCOMES, StepResult, Turn
+from envs import OUTCOMES, Answers, StepResult, Turn
 from judges.codec import Json
 from judges.pool import Graded
 from records import Problem
@@ -68,7 +67,7 @@ class Agent(PoolEnvironment):
             key = f"function={cfg.function}" if cfg.function else f"python={cfg.python}"
             raise ConfigError(f"env.agents: {cfg.name}.{key}: {error}") from error
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         for where, _, row in answers:
             try:
                 json.dumps(row)

@@ -1,11 +1,10 @@
 """The environments that ask the judges: `math` and `code`. Only a run that has one of them imports this file."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from base.graders.pool import PoolEnvironment, pool_of
 from config import CodeEnvConfig, ConfigError, MathEnvConfig
-from envs import StepResult, Turn
+from envs import Answers, StepResult, Turn
 from judges import code, math, sandbox
 from judges.pool import Graded
 
@@ -33,7 +32,7 @@ class Math(PoolEnvironment):
         outcome = graded.value["outcome"]
         return StepResult(float(outcome == "ok"), outcome, extracted=graded.value["extracted"])
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         for where, answer, _ in answers:
             if not 0 < len(math.gold_answer(answer)) <= math.MAX_ANSWER_CHARS:
                 raise ConfigError(f"{where}: answer {answer[:80]!r} is not a final answer, which env_name 'math' needs")
@@ -74,7 +73,7 @@ class Code(PoolEnvironment):
             return StepResult(0.0, "error")
         return StepResult(float(graded.value == "ok"), graded.value)
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         for where, answer, fields in answers:
             try:
                 code.read_tests(answer, fields)

@@ -6,12 +6,12 @@ It follows `GRPOTrainer._calculate_rewards` in huggingface/trl at f2cd577 (1.10.
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from config import ConfigError
-from envs import Environment, StepResult, Turn
+from envs import Answers, Environment, StepResult, Turn
 
 
 class RewardFunction(Environment):
@@ -105,7 +105,7 @@ class RewardFunction(Environment):
             return StepResult(0.0, "error")
         return StepResult(float(reward), "ok" if reward > 0 else "wrong")
 
-    def check_answers(self, answers: Iterable[tuple[str, str, dict]]) -> None:
+    def check_answers(self, answers: Answers) -> None:
         for where, _, fields in answers:
             for name in self.required_fields:
                 if name not in fields:

@@ -38,14 +38,9 @@ def checkpoint_folder(cfg: CheckpointingConfig, run_folder: Path) -> Path:
     return Path(cfg.checkpoint_dir) / run_folder.resolve().name if cfg.checkpoint_dir else run_folder / "checkpoints"
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, whole or not, newest first."""
-    return list(numbered(folder, "step_").values())
-
-
 def committed(folder: Path) -> list[Path]:
     """The whole checkpoints in `folder`, newest first. ConfigError where one has another format."""
-    return [path for path in checkpoints(folder) if isinstance(read_meta(path), dict)]
+    return [path for path in numbered(folder, "step_").values() if isinstance(read_meta(path), dict)]
 
 
 def by_metric(folder: Path, higher_is_better: bool) -> list[Path]:

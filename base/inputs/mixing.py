@@ -9,16 +9,13 @@ from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
 from base.inputs.scan import Dataset
 from config import Config
 from records import Problem, Sample, groups_of
-
-if TYPE_CHECKING:
-    from base.inputs.set_choice import Item
 
 SELECTION = 1  # the last number of the seeds of selection.py: not of an epoch's order, which has other seeds
 
@@ -116,7 +113,7 @@ class Mixture:
         for name in self.selections.keys() & saved.keys():
             self.selections[name].restore(saved[name])
 
-    def _by_size(self, position: int, count: int) -> "Iterator[Item]":
+    def _by_size(self, position: int, count: int) -> Iterator[tuple[str, int | None]]:
         """All problems of all sets in one order: a number counts them through, set after set."""
         names = list(self.datasets)
         starts = [0, *accumulate(self.sizes.values())]

@@ -402,7 +402,8 @@ def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
     plain = plain_name(name)
     try:
         new = msgspec.convert(_read_numbers(value, kind), kind)
-        if not _is_finite(new):
+        floats = [item for item in _items(new) if isinstance(item, float)]
+        if not all(map(math.isfinite, floats)):
             raise msgspec.ValidationError
     except msgspec.ValidationError:
         from base.inputs.key_help import default_text, meanings, type_name
@@ -420,10 +421,6 @@ def checked(name: str, value: Plain, kind: keys.Kind) -> Any:
 
 def _items(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
-
-
-def _is_finite(value: Any) -> bool:
-    return all(math.isfinite(item) for item in _items(value) if isinstance(item, float))
 
 
 def _check_bounds(name: str, value: Any) -> None:

@@ -17,7 +17,6 @@ from base.inputs.checkpoints import (
     check_folders,
     check_writable,
     checkpoint_folder,
-    checkpoints,
     committed,
     numbered,
     read_meta,
@@ -40,9 +39,9 @@ SAME_WHEN_RESUMED += tuple(f"data.{key}" for key in _DATA)
 
 def candidates(folder: Path, cfg: CheckpointingConfig) -> list[Path]:
     """The checkpoints in `folder` that may be loaded: the one that resume_step names, else all, newest first."""
-    if cfg.resume_step is None:
-        return checkpoints(folder)
     kept = numbered(folder, "step_")
+    if cfg.resume_step is None:
+        return list(kept.values())
     best = by_metric(folder, cfg.higher_is_better)
     chosen = best[:1] if cfg.resume_step == "best" else [kept[n] for n in kept if n == int(cfg.resume_step)]
     if not chosen:

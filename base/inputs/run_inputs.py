@@ -22,7 +22,7 @@ from base.hf.tokenizer import Tokenizer
 from base.inputs.checkpoints import check_folders
 from base.inputs.mixing import Mixture
 from base.inputs.scan import Dataset, OnRank0, load_dataset
-from base.system.users_code import ROOT, call, needed_by
+from base.system.users_code import ROOT, call
 from config import (
     Config,
     ConfigError,
@@ -272,8 +272,8 @@ class Environments:
         self.agents = {agent.name: agent for agent in cfg.agents}
         self.made: dict[str, envs.Environment] = {}
 
-    def check_answers(self, env_name: str, answers: list[tuple[str, str, dict]]) -> None:
-        """ConfigError if the environment cannot be made, or refuses an answer of (place, answer, fields)."""
+    def check_answers(self, env_name: str, answers: envs.Answers) -> None:
+        """ConfigError if the environment cannot be made, or refuses an answer."""
         if env_name not in self.made:
             self.made[env_name] = self._make(env_name)
         call(f"env_name '{env_name}': check_answers()", self.made[env_name].check_answers, answers)
@@ -286,8 +286,7 @@ class Environments:
     def _make(self, env_name: str) -> envs.Environment:
         if env_name not in self.agents:
             return make_environment(env_name, self.cfg, self.num_ranks)
-        with needed_by("env.agents"):
-            from base.agents.environment import Agent  # a run without agents imports nothing of them
+        from base.agents.environment import Agent  # a run without agents imports nothing of them
 
         return Agent(self.agents[env_name], dict(self.cfg.custom.get(env_name, {})), self.num_ranks)
 

@@ -20,14 +20,14 @@ from base.inputs.problems import ProblemMaker
 from base.inputs.sources import open_source, with_preset
 from base.system.progress import Progress
 from config import DataError, DatasetConfig
+from envs import Answers
 from records import Problem
 
 HELD_ROWS = 100_000
 HELD_BYTES = 2**28
 CHUNK = 256  # an environment checks the answers of this many rows at once
 T = TypeVar("T")
-Answer = tuple[str, str, dict]  # of a row: where it is, its answer, its fields
-Check = Callable[[str, list[Answer]], None]  # by an environment's name
+Check = Callable[[str, Answers], None]  # by an environment's name
 OnRank0 = Callable[[Callable[[], T]], T]
 
 
@@ -134,7 +134,7 @@ def _scan(maker: ProblemMaker, max_rows: int | None, check: Check) -> tuple[Data
     held = {}
     left_out: dict[str, array] = {}  # reason -> numbers of rows
     digest = hashlib.sha256()
-    chunks: dict[str, list[Answer]] = {}
+    chunks: dict[str, list] = {}
     num_prompt_tokens = 0
     forms = set()
     hides_tools_at = ""

@@ -12,13 +12,9 @@ dict of JSON values that it may change and that checkpoints keep. It must depend
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from base.system.users_code import call
 from config import Config, ConfigError
-
-if TYPE_CHECKING:
-    from base.inputs.mixing import Cursor
 
 Item = tuple[str, int | None]  # a set, and the index of a problem; None: the set's next one
 
@@ -40,7 +36,7 @@ class SetChoice:
 
                 self.dataloader = import_attribute(cfg.data.custom_dataloader, "data.custom_dataloader")
 
-    def items(self, position: int, after: "Cursor", count: int) -> Iterable[Item]:
+    def items(self, position: int, after: dict, count: int) -> Iterable[Item]:
         """As many items. position: problems drawn before. after: the cursor behind them, whose "drawn" grows as the
         items are taken."""
         if self.dataloader:
@@ -49,7 +45,7 @@ class SetChoice:
             return self._in_turn(position, count)
         return self._by_weight(after["drawn"], count)
 
-    def _load(self, position: int, after: "Cursor", count: int) -> list[Item]:
+    def _load(self, position: int, after: dict, count: int) -> list[Item]:
         """What the user's dataloader draws, `count` items; else ConfigError. It may change after["memory"]."""
         answer = self.dataloader(
             num_prompts=count,

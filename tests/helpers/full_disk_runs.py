@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from small_run import arguments, write_rows
 
 import grpo
-from base.inputs.checkpoints import checkpoints, read_meta
+from base.inputs.checkpoints import numbered, read_meta
 from base.system.disk import keep_console
 from run import steps
 
@@ -80,7 +80,7 @@ def found_in(run: Path, weights: dict | None) -> dict:
         lines[name] = [json.loads(line)["step"] for line in content.splitlines()]
     for name in ("provenance.json", "exit.json"):
         assert not (run / name).exists() or json.loads((run / name).read_text())
-    metas = {path: read_meta(path) for path in checkpoints(run / "checkpoints")}
+    metas = {path: read_meta(path) for path in numbered(run / "checkpoints", "step_").values()}
     last = next(iter(metas), None)
     same = bool(last) and weights is not None and last.name == "step_000003"
     if same:
