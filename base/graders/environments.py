@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 from base.system.users_code import call, needed_by
 from config import ConfigError, EnvConfig, shortened
-from envs import OUTCOMES, Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
+from envs import OUTCOMES, Environment, Exact, RewardModelEnv, StepResult, Turn
 
 if TYPE_CHECKING:
     from judges.codec import Json
 
-WITHOUT_A_PROCESS = {"exact": Exact, "math_multi_reward": MathMultiReward, "reward_model": RewardModelEnv}
+INSTANT = ("exact", "math_multi_reward", "reward_model")  # need no process and take no time
 JUDGED = ("math", "code")
 
 
@@ -29,12 +29,18 @@ def make_environment(name: str, cfg: EnvConfig, num_ranks: int = 1) -> Environme
         from base.system.imports import import_attribute  # a run without dotted paths does without, here and elsewhere
 
         environment = _custom(name, import_attribute(name, "env_name"), cfg.custom.get(name, {}))
-    elif name in WITHOUT_A_PROCESS:
-        environment = WITHOUT_A_PROCESS[name]()
+    elif name == "exact":
+        environment = Exact()
+    elif name == "math_multi_reward":
+        from base.graders.multi_reward import MathMultiReward
+
+        environment = MathMultiReward()
+    elif name == "reward_model":
+        environment = RewardModelEnv()
     elif name in JUDGED:
         environment = _judged(name, cfg, num_ranks)
     else:
-        known = ", ".join([*WITHOUT_A_PROCESS, *JUDGED])
+        known = ", ".join([*INSTANT, *JUDGED])
         raise ConfigError(f"env_name '{name}' is unknown; known: {known}, agents, module:Class, module:function")
     return environment
 

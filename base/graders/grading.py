@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from base.graders.environments import read_results
+from base.graders.environments import INSTANT, read_results
 from base.system.disk import say
 from base.system.exits import Interrupted, StopRun
 from base.system.users_code import describe
 from config import ConfigError
-from envs import Environment, Exact, MathMultiReward, RewardModelEnv, StepResult, Turn
+from envs import Environment, StepResult, Turn
 from records import Problem
 
 if TYPE_CHECKING:
     from judges.pool import Graded
 
-INSTANT = (Exact, MathMultiReward, RewardModelEnv)  # take no time; a class derived from one of them may
 WAIT_SECONDS = 0.01  # for one source of results, before the next one is looked at
 Turns = dict[str, Turn]  # by a name that the caller gave the turn
 Results = dict[str, StepResult]
@@ -49,7 +48,7 @@ class Grading:
         self.whole_groups: set[str] = set()
         self.special_tokens: set[str] = set()
         self.agents: set[str] = set()
-        others = {name: made for name, made in environments.items() if type(made) not in INSTANT}
+        others = {name: made for name, made in environments.items() if name not in INSTANT}
         for name, environment in others.items():
             from base.graders.pool import PoolEnvironment  # a run whose grades take no time does without
 
@@ -103,7 +102,7 @@ class Grading:
                         self._read(env_name, name, turn, None)
                     else:
                         self.jobs[env_name][environment.submit(job)] = name, turn
-        elif type(environment) in INSTANT or getattr(environment, "main_thread", False):
+        elif env_name in INSTANT or getattr(environment, "main_thread", False):
             self._grade(env_name, environment.step, *parts)
         else:
             if env_name not in self.threads:
