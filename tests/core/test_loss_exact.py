@@ -92,7 +92,7 @@ OTHER_TESTS = {
     "entropy held at a target",
     "on-policy distillation",
     "distillation by the teacher's top k",
-    "a teacher behind a server of vLLM",
+    "a teacher on a vLLM server",
     "routing replay (R3)",
     "sequences whose log-probabilities disagree",
     "several optimizer steps per rollout",
