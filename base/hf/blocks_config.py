@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from base.hf.config_forms import check_forms
+from base.hf.config_forms import forms_of_kind
 from base.hf.families import FAMILIES, WHOLE, check_family, text_fields
 from base.hf.family import Family
 from base.hf.model_config import INTEGERS, MAX_HEAD_DIM, ModelConfig, check_heads, check_numbers
 from config import ConfigError
 
+SIZE_OF_ROWS = 8  # that torch's grouped product takes, 16 bytes in bfloat16
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -22,7 +23,6 @@ class BlocksConfig(ModelConfig):
         whole = WHOLE.get(hf.get("model_type"))
         if whole is not None:
             hf = text_fields(hf, source)
-            check_forms(hf, source)
         check_family(hf, source)
         family = FAMILIES[hf["model_type"]]
         if family.unlike is not None:
@@ -39,7 +39,11 @@ class BlocksConfig(ModelConfig):
         if family.qkv == "latent":
             needed += LATENT_SIZES
         check_numbers(fields, needed, source)
+        defaults = forms_of_kind(hf["model_type"])["defaults"]
+        hf = defaults | hf
         _check_layers(hf, family, source)
+        if "n_group" in defaults and family.has_experts(hf):
+            _check_groups(hf, source)
         heads = hf["num_attention_heads"]
         head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
         if "head_dim" in hf and family.qkv != "latent":
@@ -68,13 +72,15 @@ class BlocksConfig(ModelConfig):
             num_attention_heads=heads,
             num_key_value_heads=key_heads,
             head_dim=head_dim,
-            tie_word_embeddings=hf.get("tie_word_embeddings", hf.get("tie_embedding", family.is_tied)),
+            tie_word_embeddings=hf.get("tie_embedding", hf["tie_word_embeddings"]),
             max_position_embeddings=hf.get("max_position_embeddings"),
             family=family,
             hf=hf,
             config_json=config_json,
             whole=whole,
         )
+        if not model.windows:
+            raise ConfigError(f"{source}: layer_types: expected a layer with attention")
         if family.unlike is not None:
             _check_unlike(model, source)
         return model
@@ -96,8 +102,8 @@ class BlocksConfig(ModelConfig):
         beta = rope.get("llama_4_scaling_beta")
         if beta is None:
             return {}
-        scaling = {"beta": beta, "original_max_position_embeddings": rope["original_max_position_embeddings"]}
-        return {"llama_4_scaling": scaling}
+        positions = rope.get("original_max_position_embeddings", self.max_position_embeddings)
+        return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": positions}}
 
 
 def _check_unlike(model: BlocksConfig, source: str) -> None:
@@ -107,13 +113,6 @@ def _check_unlike(model: BlocksConfig, source: str) -> None:
         problem = "nobody has tried experts beside an MLP"
         raise ConfigError(f"{source}: enable_moe_block=true: {problem}: use a Gemma 4 without experts")
     types = model.attention_types
-    rope = hf.get("rope_parameters")
-    if rope is not None and not all(isinstance(rope.get(kind), dict) and rope[kind] for kind in types):
-        problem = f"rope_parameters={rope!r:.80}: expected those of {' and of '.join(dict.fromkeys(types))}"
-        raise ConfigError(f"{source}: {problem}, as transformers writes them")
-    size = hf.get("hidden_size_per_layer_input", 256)
-    if size < 0:
-        raise ConfigError(f"{source}: hidden_size_per_layer_input={size}: expected 0 or more")
     shared = hf.get("num_kv_shared_layers", 0)
     if shared not in range(len(types)) or not set(types).issubset(types[: len(types) - shared]):
         problem = f"num_kv_shared_layers={shared}: expected an earlier layer of each type, with keys of its own"
@@ -141,6 +140,10 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
         if hf[per_token] > hf[num_experts]:
             problem = f"{per_token}={hf[per_token]} is more than {num_experts}={hf[num_experts]}"
             raise ConfigError(f"{source}: {problem}: use {hf[num_experts]} or less")
+        sizes = [hf["hidden_size"], hf[family.experts.inner]]
+        if any(size % SIZE_OF_ROWS for size in sizes):
+            problem = f"hidden_size and {family.experts.inner} are {sizes}"
+            raise ConfigError(f"{source}: {problem}: grouped products take multiples of {SIZE_OF_ROWS}")
         if family.experts.dense_first is not None:
             num_dense = hf.get(*family.experts.dense_first)
             mlp_types = ["dense"] * num_dense + ["sparse"] * (hf["num_hidden_layers"] - num_dense)
@@ -158,3 +161,16 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
         if has_windows and "sliding_window" in hf and size is None:
             problem = "sliding_window=null, and some layers have a window: give its size"
             raise ConfigError(f"{source}: {problem}, or list layer_types without sliding_attention")
+
+
+def _check_groups(hf: dict, source: str) -> None:
+    """ConfigError if a router cannot choose the best groups, each by its two best experts, and experts of them."""
+    groups = hf["n_group"]
+    chosen = hf["topk_group"]
+    num_experts = hf["n_routed_experts"]
+    of_group = num_experts // groups
+    is_even = groups * of_group == num_experts
+    if not is_even or of_group < 2 or chosen > groups or chosen * of_group < hf["num_experts_per_tok"]:
+        given = f"n_group={groups} and topk_group={chosen}"
+        wanted = f"{hf['num_experts_per_tok']} of n_routed_experts={num_experts}"
+        raise ConfigError(f"{source}: {given} do not leave {wanted} in equal groups")

@@ -6,9 +6,9 @@ torch, so that `grpo.py --check` answers in a second.
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from base.hf.config_forms import check_forms
 from base.hf.family import ALWAYS, ATTENTION_BIAS, MLP_BIAS, NATIVE, PRE_NORM, Family, Switch, Windows
 from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, Names, ShortConv
 from config import ConfigError
@@ -72,6 +72,7 @@ LFM2 = {
     "is_tied": True,
     "final_norm": "embedding_norm",
     "state": ShortConv(),
+    "full_every": 1,
 }
 FAMILIES = {
     **NATIVE,
@@ -418,7 +419,6 @@ REFUSED = {
     "cohere": "nobody has tried it: use a Cohere 2",
     **dict.fromkeys(("kimi_k2", "kimi_k25"), "its weights are published quantized alone: use a DeepSeek V3"),
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it
 # Fields with a computation that is not there for any family.
@@ -443,7 +443,8 @@ def check_family(hf: dict, source: str) -> None:
             "docs/families.md tells how to try another"
         )
     for name, fix in ABSENT.items():
-        if hf.get(name) and name not in FAMILIES[kind].values:
+        is_off = name == "use_bidirectional_attention" and hf.get(name) is False
+        if hf.get(name) is not None and not is_off and name not in FAMILIES[kind].values:
             raise ConfigError(f"{source}: {name}={hf[name]!r:.80} is not supported: {fix}")
     if hf.get("final_logit_softcapping") and not FAMILIES[kind].caps_logits:
         given = f"final_logit_softcapping={hf['final_logit_softcapping']!r:.80} with model_type={kind!r}"
@@ -458,12 +459,6 @@ def check_family(hf: dict, source: str) -> None:
             known = ", ".join("absent" if value is None else json.dumps(value) for value in values)
             given = f"{name}={json.dumps(hf[name]):.80} with model_type={kind!r}"
             raise ConfigError(f"{source}: {given}: transformers and vLLM 0.32 differ; supported: {known}")
-    for rope_type in _rope_types(hf):
-        if rope_type not in ROPE_TYPES:
-            raise ConfigError(
-                f"{source}: rope_type={rope_type!r:.80} is not supported: its frequencies depend on the longest "
-                f"sequence of a pack; supported: {', '.join(ROPE_TYPES)}"
-            )
 
 
 def text_fields(hf: dict, source: str) -> dict:
@@ -478,6 +473,7 @@ def text_fields(hf: dict, source: str) -> dict:
         known = ", ".join(whole.texts)
         given = f"text_config: model_type={text['model_type']!r:.80}"
         raise ConfigError(f"{source}: {given} is not supported with model_type={kind!r}; supported: {known}")
+    check_forms(text, source)
     for field_name in ("tie_word_embeddings", "quantization_config", "compression_config"):
         if field_name in hf:
             text[field_name] = hf[field_name]
@@ -512,11 +508,3 @@ def _check_state(hf: dict, source: str) -> None:
         raise ConfigError(f"{source}: {problem}: transformers has one shared expert: use a model with one")
     if hf.get("mamba_rms_norm") and hf.get("mamba_norm_before_gate", True):
         raise ConfigError(f"{source}: mamba_norm_before_gate=true: vLLM 0.32 applies the gate first: use another model")
-
-
-def _rope_types(hf: dict) -> Iterator[object]:
-    """Of all layers, or of each kind of layers."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    settings = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    for setting in settings:
-        yield setting.get("rope_type", setting.get("type", "default"))

@@ -128,13 +128,14 @@ class Family:
         if (listed := self.listed_types(hf)) is not None:
             return listed
         types = []
+        full = hf.get("full_attn_idxs")
         for number in range(hf["num_hidden_layers"]):
             kind = self.state.layer_type
             if self.hybrid:
                 kind = "hybrid"
+            elif full is not None:
+                kind = "full_attention" if number in full else kind
             elif self.full_every is not None and (number + 1) % hf.get("full_attention_interval", self.full_every) == 0:
-                kind = "full_attention"
-            elif number in (hf.get("full_attn_idxs") or ()):
                 kind = "full_attention"
             types.append(kind)
         return types

@@ -21,39 +21,21 @@ if TYPE_CHECKING:
 
 # Fields of config.json that change the computation, each with the values that `model.Body` computes: the fields that
 # transformers or vLLM read for the three families, and the fields of near relatives (Granite, Cohere, Gemma).
-UNSET = (
-    "quantization_config",
-    "compression_config",
-    "attention_multiplier",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "logit_scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "query_pre_attn_scalar",
-    "dual_chunk_attention_config",
-    "rotary_emb_base",
-    "rotary_pct",
-    "rotary_emb_fraction",
-    "mrope_section",
-    "no_rope_layers",
-)
+UNSET = ("quantization_config", "compression_config", "attn_logit_softcapping", "final_logit_softcapping")
+UNSET += ("no_rope_layers",)
 OFF = ("mlp_bias", "qkv_bias", "bias", "qk_norm", "use_sliding_window")
 SUPPORTED_VALUES = {
     "rope_type": ("default", "llama3"),
     "partial_rotary_factor": (None, 1),
     "attention_dropout": (None, 0),
-    "is_causal": (None, True),
     "attention_bias": (None, False, True),
     **dict.fromkeys(OFF, (None, False)),
     **dict.fromkeys(UNSET, (None,)),
 }
 INTEGERS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MORE_INTEGERS = ("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
-MORE_INTEGERS += ("q_lora_rank", "global_head_dim", "num_global_key_value_heads", "vocab_size_per_layer_input")
+MORE_INTEGERS += ("global_head_dim", "num_global_key_value_heads")
 NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "factor", "low_freq_factor", "high_freq_factor")
-NUMBERS += ("final_logit_softcapping",)
 ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # of every kind of RoPE
 DEFAULT_THETA = 10_000.0  # transformers', for all three families
 WHOLE_HEADS = ("llama", "arcee", "gemma3_text")  # whose hidden_size must be a multiple of the number of heads
@@ -540,17 +522,13 @@ def check_heads(hf: dict, head_dim: int, source: str) -> None:
         raise ConfigError(f"{source}: num_key_value_heads={key_heads} does not divide num_attention_heads={heads}")
     if hf["model_type"] in WHOLE_HEADS and hf["hidden_size"] % heads:
         raise ConfigError(f"{source}: num_attention_heads={heads} does not divide hidden_size={hf['hidden_size']}")
-    if head_dim % 2 or hf.get("qk_rope_head_dim", 0) % 2:
+    if head_dim < 2 or head_dim % 2 or hf.get("qk_rope_head_dim", 0) % 2:
         raise ConfigError(f"{source}: head_dim={head_dim}: expected an even number, whose pairs are rotated")
 
 
 def _rope_of(hf: dict, source: str) -> dict:
     """The settings of the rotary embedding, with `rope_type`. ConfigError for one that `model.Body` would ignore."""
-    of_transformers_5 = hf.get("rope_parameters") or {}
-    of_transformers_4 = hf.get("rope_scaling") or {}
-    if of_transformers_5 and of_transformers_4 and of_transformers_5 != of_transformers_4:
-        raise ConfigError(f"{source}: rope_parameters and rope_scaling differ: remove one")
-    given = of_transformers_5 or of_transformers_4
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = given.get("rope_type", given.get("type", "default"))
     applied = ROPE_FIELDS
     if kind == "llama3":

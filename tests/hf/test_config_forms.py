@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_forms import FILE, text_of_file
+from config_forms import FILE, forms_of_kind, reserved
 from families import hf_config
-from hf_folders import FAMILIES, QWEN2
+from hf_folders import FAMILIES, QWEN2, make_pack
 from transformers import AutoConfig
 
 from base.hf import families
 from base.hf.folder import from_hf
-from base.hf.model_config import NativeConfig
 from base.hf.tokenizer import Tokenizer
 from config import ConfigError
+from model import Decoder
 
 STARTER = Path(__file__).resolve().parents[2] / "examples/arithmetic/starter"
 WRONG = [
@@ -80,22 +80,30 @@ def mutant(rng, config):
     return config
 
 
-def builds(model, config):
-    """As a run begins: transformers' config, and the model, on the meta device."""
+def computes(model, config):
+    """As a run begins: transformers' config, the parameters that are told, and a forward of two sequences."""
     AutoConfig.for_model(**copy.deepcopy(config))
-    with torch.device("meta"):
-        if isinstance(model, NativeConfig):
-            from model import Body
+    torch.manual_seed(0)
+    decoder = Decoder(model)
+    decoder.model.init_buffers("cpu")
+    computed = {name: tuple(param.shape) for name, param in [*decoder.named_parameters(), *decoder.named_buffers()]}
+    assert dict(model.tensor_shapes(as_computed=True)).items() <= computed.items()
+    for param in decoder.parameters():
+        torch.nn.init.normal_(param, std=0.05)
+    assert decoder(*make_pack((5, 3), vocab=min(model.vocab_size, 200))).isfinite().all()
 
-            Body(model)
-        else:
-            from blocks import TransformersBody
 
-            TransformersBody(model)
+MEASURED = ("llama", "ministral3", "gemma4_text", "deepseek_v3", "lfm2_moe")  # what is unlike in each is in one of them
+KINDS = [pytest.param(kind, marks=() if kind in MEASURED else pytest.mark.long) for kind in families.FAMILIES]
 
 
-def test_the_forms_are_those_of_transformers():
-    assert FILE.read_text() == text_of_file()
+@pytest.mark.parametrize("kind", [*KINDS, *families.WHOLE])
+def test_the_forms_are_those_of_transformers(kind):
+    assert json.loads(FILE.read_text())[kind] == forms_of_kind(kind)
+
+
+def test_what_a_config_of_transformers_has_itself():
+    assert json.loads(FILE.read_text())[""]["fields"] == reserved()
 
 
 @pytest.mark.parametrize("fields", WRONG)
@@ -149,7 +157,59 @@ def test_a_null_that_a_class_of_transformers_does_not_take():
     from_hf(llama | {"head_dim": None, "pad_token_id": None, "layer_types": None})
     for kind in ("qwen2_moe", "hunyuan_v1_dense", "deepseek_v3"):
         fields = json.loads(json.dumps(hf_config(kind).to_dict())) | {"head_dim": None}
-        builds(from_hf(fields), fields)
+        computes(from_hf(fields), fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("gemma3_text", dict(query_pre_attn_scalar=0)),
+        ("granite", dict(attention_multiplier=0)),
+        ("granite", dict(logits_scaling=0.0)),
+        ("granitemoehybrid", dict(hidden_size=1)),
+        ("qwen2", dict(head_dim=None, hidden_size=1)),
+        ("qwen3_moe", dict(moe_intermediate_size=62)),
+        ("lfm2_moe", dict(layer_types=None)),
+        ("granitemoehybrid", dict(layer_types=None)),
+        ("smollm3", dict(no_rope_layers=[])),
+        ("mistral", dict(logit_scale=2.0)),
+        ("mistral", dict(is_causal=False)),
+        ("mistral", dict(return_dict=False)),
+        ("mistral", dict(quantization_config=False)),
+        ("mistral", dict(initializer_range=1e30)),
+        ("mistral", dict(mlp_only_layers=3)),
+        ("nemotron_h", dict(routed_scaling_factor=float("inf"))),
+        ("glm4_moe", dict(topk_group=4)),
+        ("deepseek_v3", dict(n_group=8)),
+        ("exaone4", dict(rope_parameters={"full_attention": {"rope_type": "default"}})),
+        ("cohere2", dict(rope_parameters={"sliding_attention": {}})),
+        ("phi3", dict(rope_parameters={"rope_type": "linear", "factor": 2.0})),
+        ("ministral3", dict(rope_parameters={})),
+        ("gemma4_text", dict(rope_scaling={})),
+        ("olmo2", dict(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0})),
+        ("glm4_moe_lite", dict(rope_parameters={"partial_rotary_factor": 0.5})),
+    ],
+)
+def test_order58_a_value_that_a_forward_does_not_take(kind, fields):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        from_hf(json.loads(json.dumps(hf_config(kind).to_dict())) | fields)
+
+
+def test_a_field_that_is_missing_is_the_default_of_transformers():
+    for kind, name in (("phi3", "pad_token_id"), ("deepseek_v3", "topk_group")):
+        fields = json.loads(json.dumps(hf_config(kind).to_dict()))
+        del fields[name]
+        with pytest.raises(ConfigError, match=name):
+            from_hf(fields)
+    for kind, names in {
+        "lfm2": ["layer_types"],
+        "exaone4": ["rope_parameters"],
+        "deepseek_v3": ["q_lora_rank"],
+    }.items():
+        fields = json.loads(json.dumps(hf_config(kind).to_dict()))
+        for name in names:
+            del fields[name]
+        computes(from_hf(fields), fields)
 
 
 WITHOUT_FORWARD = [
@@ -177,7 +237,7 @@ def test_a_null_window_where_no_layer_has_one():
     assert set(from_hf(fields | {"sliding_window": None, "layer_types": types}).windows) == {None}
 
 
-def test_what_is_accepted_builds():
+def test_what_is_accepted_computes():
     rng = random.Random(58)
     num_built = 0
     for config in configs():
@@ -190,6 +250,6 @@ def test_what_is_accepted_builds():
             assert "\n" not in str(error)
             continue
         if model.num_hidden_layers < 10 and model.hidden_size < 1000:
-            builds(model, config)
+            computes(model, config)
             num_built += 1
     assert num_built > NUM_MUTANTS / 10
