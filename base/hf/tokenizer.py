@@ -191,15 +191,15 @@ class Tokenizer:
             try:
                 text = self._render_template(talk, None, {}, False)
                 opens_always = text == self._render_template(talk, None, {}, True)
-                prompt = self._render_template(before, None, {}, True)
             except DataError:
                 continue
             _, found, behind = text.rpartition(said)
             opening = ""
+            marks = [token for token in self.added.values() if token and token in behind]
             if asked in behind:
                 opening = text.partition(asked)[0]
-            elif opens_always:  # and so behind a reply, too
-                opening = prompt.rpartition(asked)[2]
+            elif opens_always and len(marks) == 1:  # it opens the next reply
+                opening = behind
             tokens = {token: token_id for token_id, token in self.added.items() if token and token not in opening}
             ends = [token for token in tokens if found and behind.lstrip().startswith(token)]
             if ends:

@@ -288,6 +288,11 @@ def test_r7_a_turns_end_that_ends_no_reply_is_told(tmp_path, monkeypatch):
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>\n", False),
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>", True),
         ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", True),  # one mark between all messages
+        (  # a system message of the template's own
+            "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|pad|>s<|end|>{% endif %}"
+            "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>",
+            True,
+        ),
     ):
         found = other | {"tokenizer_config": {"eos_token": "<|pad|>", "chat_template": template}}
         assert bool(notes(**found)) == is_told
