@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from base.hf.config_forms import forms_of_kind
 from base.hf.families import FAMILIES, WHOLE, check_family, text_fields
 from base.hf.family import Family
+from base.hf.layers import DeltaNet, Mamba
 from base.hf.model_config import INTEGERS, MAX_HEAD_DIM, ModelConfig, check_heads, check_numbers
 from config import ConfigError
 
@@ -25,11 +26,12 @@ class BlocksConfig(ModelConfig):
             hf = text_fields(hf, source)
         check_family(hf, source)
         family = FAMILIES[hf["model_type"]]
+        defaults = forms_of_kind(hf["model_type"])["defaults"]
         if family.unlike is not None:
-            hf = family.unlike.with_heads(hf)
+            hf = family.unlike.with_heads(defaults | hf)
         types = family.listed_types(hf) if family.one_part else None
         num_layers = len(types) if types is not None else hf.get("num_hidden_layers")
-        inner = family.inner_size(hf)
+        inner = family.inner_size(defaults | hf)
         fields = hf | {"num_hidden_layers": num_layers, "intermediate_size": inner}
         needed = [*INTEGERS, "num_key_value_heads"]
         if family.state is not None:
@@ -39,13 +41,14 @@ class BlocksConfig(ModelConfig):
         if family.qkv == "latent":
             needed += LATENT_SIZES
         check_numbers(fields, needed, source)
-        defaults = forms_of_kind(hf["model_type"])["defaults"]
         hf = defaults | hf
         _check_layers(hf, family, source)
+        if family.state is not None and family.state.heads is not None:
+            _check_heads_of_state(hf, family.state, source)
         if "n_group" in defaults and family.has_experts(hf):
             _check_groups(hf, source)
         heads = hf["num_attention_heads"]
-        head_dim = hf.get("head_dim") or family.head_dim or hf["hidden_size"] // heads
+        head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
         if "head_dim" in hf and family.qkv != "latent":
             hf = hf | {"head_dim": head_dim}  # a null, with which some classes of transformers do not start
         key_heads = hf["num_key_value_heads"]
@@ -91,13 +94,13 @@ class BlocksConfig(ModelConfig):
         which transformers does not."""
         hf = self.hf
         if self.family.qkv == "latent":
-            dense_first, default = self.family.experts.dense_first
+            dense_first = self.family.experts.dense_first
             fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-            return fields | {dense_first: hf.get(dense_first, default)}
+            return fields | {dense_first: hf.get(dense_first, 1)}
         if hf["model_type"] == "lfm2":  # transformers has no such fields
             return {"conv_dim": hf["hidden_size"], "block_dim": hf["hidden_size"]}
         if hf["model_type"] == "cohere2":
-            return {"sliding_window": hf.get("sliding_window", 4096) - 1}
+            return {"sliding_window": hf["sliding_window"] - 1}
         rope = hf.get("rope_parameters") or {}
         beta = rope.get("llama_4_scaling_beta")
         if beta is None:
@@ -113,11 +116,11 @@ def _check_unlike(model: BlocksConfig, source: str) -> None:
         problem = "nobody has tried experts beside an MLP"
         raise ConfigError(f"{source}: enable_moe_block=true: {problem}: use a Gemma 4 without experts")
     types = model.attention_types
-    shared = hf.get("num_kv_shared_layers", 0)
+    shared = hf["num_kv_shared_layers"]
     if shared not in range(len(types)) or not set(types).issubset(types[: len(types) - shared]):
         problem = f"num_kv_shared_layers={shared}: expected an earlier layer of each type, with keys of its own"
         raise ConfigError(f"{source}: {problem}")
-    ids = hf.get("vocab_size_per_layer_input", 262144)
+    ids = hf["vocab_size_per_layer_input"]
     if ids < hf["vocab_size"]:
         problem = f"vocab_size_per_layer_input={ids} is less than vocab_size={hf['vocab_size']}"
         raise ConfigError(f"{source}: {problem}: a token has an embedding for each layer")
@@ -145,7 +148,7 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
             problem = f"hidden_size and {family.experts.inner} are {sizes}"
             raise ConfigError(f"{source}: {problem}: grouped products take multiples of {SIZE_OF_ROWS}")
         if family.experts.dense_first is not None:
-            num_dense = hf.get(*family.experts.dense_first)
+            num_dense = hf.get(family.experts.dense_first, 1)
             mlp_types = ["dense"] * num_dense + ["sparse"] * (hf["num_hidden_layers"] - num_dense)
             if hf.get("mlp_layer_types") not in (None, mlp_types):
                 problem = f"mlp_layer_types={hf['mlp_layer_types']!r:.80} is not that of the other fields"
@@ -158,7 +161,7 @@ def _check_layers(hf: dict, family: Family, source: str) -> None:
         has_windows = family.windows.full_every is not None
         if hf.get("layer_types"):
             has_windows = "sliding_attention" in hf["layer_types"]
-        if has_windows and "sliding_window" in hf and size is None:
+        if has_windows and size is None:
             problem = "sliding_window=null, and some layers have a window: give its size"
             raise ConfigError(f"{source}: {problem}, or list layer_types without sliding_attention")
 
@@ -174,3 +177,15 @@ def _check_groups(hf: dict, source: str) -> None:
         given = f"n_group={groups} and topk_group={chosen}"
         wanted = f"{hf['num_experts_per_tok']} of n_routed_experts={num_experts}"
         raise ConfigError(f"{source}: {given} do not leave {wanted} in equal groups")
+
+
+def _check_heads_of_state(hf: dict, state: Mamba | DeltaNet, source: str) -> None:
+    heads = hf[state.heads]
+    groups = hf[state.groups]
+    if heads % groups:
+        raise ConfigError(f"{source}: {state.groups}={groups} does not divide {state.heads}={heads}")
+    if isinstance(state, Mamba) and state.heads == "mamba_n_heads":
+        expanded = hf.get("mamba_d_ssm") or hf["hidden_size"] * (hf["mamba_expand"] or 0)
+        inner = state.sizes(hf).inner
+        if inner != expanded:
+            raise ConfigError(f"{source}: mamba_n_heads * mamba_d_head = {inner}: expected {expanded}, as expanded")

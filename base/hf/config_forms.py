@@ -40,7 +40,14 @@ OF_ALL = {
     "int": ["num_labels"],
     "float above 1 or int above 1": ["rope_theta"],  # yarn divides by its logarithm
     "int or null": ["sliding_window", *LENGTHS],
-    "absent": ["logit_scale", "logits_scaling", "lm_head_multiplier"],  # `blocks` reads them of each class
+    "[] or null": ["mlp_only_layers"],
+    "1 or absent": ["decoder_sparse_step"],
+    "absent": [
+        "full_attention_interval",
+        "logit_scale",
+        "logits_scaling",
+        "lm_head_multiplier",
+    ],  # `blocks` reads them of each class
     "1 or 1.0 or null": ["rotary_pct", "rotary_emb_fraction"],
     # What vLLM reads in place of a field that is read here, and what the class of another family computes with.
     "null": [
@@ -53,9 +60,6 @@ OF_ALL = {
         "mrope_section",
         "tie_embedding",
         "full_attn_idxs",
-        "full_attention_interval",
-        "mlp_only_layers",
-        "decoder_sparse_step",
         "num_kv_heads",
         "n_head_kv",
         "multi_query_group_num",

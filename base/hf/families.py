@@ -6,9 +6,9 @@ torch, so that `grpo.py --check` answers in a second.
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from base.hf.config_forms import check_forms
+from base.hf.config_forms import check_forms, forms_of_kind
 from base.hf.family import ALWAYS, ATTENTION_BIAS, MLP_BIAS, NATIVE, PRE_NORM, Family, Switch, Windows
 from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, Names, ShortConv
 from config import ConfigError
@@ -31,15 +31,13 @@ class Whole:
     """A kind of folder with a vision part. Its text model is trained; the other tensors stay as they are.
 
     texts: model_types of its text_config; the first is meant where it has none. body, head: what the names of the text
-    model's tensors begin with, in place of `model.` and `lm_head.`. kept: what all other names begin with. defaults: of
-    fields that published text_configs leave out.
+    model's tensors begin with, in place of `model.` and `lm_head.`. kept: what all other names begin with.
     """
 
     texts: tuple[str, ...]
     body: str
     head: str
     kept: tuple[str, ...]
-    defaults: dict[str, int]
 
     @property
     def prefixes(self) -> dict[str, str]:
@@ -59,7 +57,7 @@ GLM_EXPERTS = Experts(
     shared="mlp.shared_experts",
     shared_size="n_shared_experts",
     shared_counts=True,
-    dense_first=("first_k_dense_replace", 1),
+    dense_first="first_k_dense_replace",
     correction_bias="mlp.gate.e_score_correction_bias",
 )
 LFM2 = {
@@ -69,24 +67,21 @@ LFM2 = {
     "output_name": "out_proj",
     "mlp_module": "feed_forward",
     "mlp_names": ("w1", "w3", "w2"),
-    "is_tied": True,
     "final_norm": "embedding_norm",
     "state": ShortConv(),
     "full_every": 1,
 }
 FAMILIES = {
     **NATIVE,
-    "mistral": Family(architecture="MistralForCausalLM", windows=Windows(size=4096)),
-    "ministral3": Family(architecture="Ministral3ForCausalLM", head_dim=128, windows=Windows()),
+    "mistral": Family(architecture="MistralForCausalLM", windows=Windows()),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", windows=Windows()),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         norms=GEMMA_NORMS,
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
-        head_dim=256,
-        is_tied=True,
-        windows=Windows(size=4096, full_every=6),
+        windows=Windows(full_every=6),
     ),
     "gemma4_text": Family(
         architecture="Gemma4ForCausalLM",
@@ -94,9 +89,7 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
-        head_dim=256,
-        is_tied=True,
-        windows=Windows(size=512, full_every=6, last_is_full=True),
+        windows=Windows(full_every=6, last_is_full=True),
         caps_logits=True,
         values={"use_bidirectional_attention": (None, "vision")},
         unlike=Gemma4Layers(),
@@ -114,7 +107,7 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of all heads",
-        windows=Windows(size=4096, full_every=4),
+        windows=Windows(full_every=4),
     ),
     "phi3": Family(architecture="Phi3ForCausalLM", qkv="fused", mlp="gate and up fused", windows=Windows()),
     "granite": Family(
@@ -126,18 +119,9 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         mlp_bias=MLP_BIAS,
-        is_tied=True,
     ),
-    "glm": Family(
-        architecture="GlmForCausalLM", qkv_bias=Switch("attention_bias", True), mlp="gate and up fused", head_dim=128
-    ),
-    "glm4": Family(
-        architecture="Glm4ForCausalLM",
-        norms=GLM4_NORMS,
-        qkv_bias=Switch("attention_bias", True),
-        mlp="gate and up fused",
-        head_dim=128,
-    ),
+    "glm": Family(architecture="GlmForCausalLM", qkv_bias=ATTENTION_BIAS, mlp="gate and up fused"),
+    "glm4": Family(architecture="Glm4ForCausalLM", norms=GLM4_NORMS, qkv_bias=ATTENTION_BIAS, mlp="gate and up fused"),
     "arcee": Family(
         architecture="ArceeForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp="plain", mlp_bias=MLP_BIAS
     ),
@@ -145,34 +129,22 @@ FAMILIES = {
         architecture="Starcoder2ForCausalLM",
         norm_bias=ALWAYS,
         norm_tensors=1,
-        qkv_bias=Switch("use_bias", True),
-        o_bias=Switch("use_bias", True),
-        mlp="plain",
-        mlp_names=("c_fc", "c_proj"),
-        mlp_bias=Switch("use_bias", True),
-        is_tied=True,
-        windows=Windows(),
-    ),
-    "ernie4_5": Family(
-        architecture="Ernie4_5ForCausalLM",
         qkv_bias=USE_BIAS,
         o_bias=USE_BIAS,
+        mlp="plain",
+        mlp_names=("c_fc", "c_proj"),
         mlp_bias=USE_BIAS,
-        head_dim=128,
-        is_tied=True,
+        windows=Windows(),
     ),
+    "ernie4_5": Family(architecture="Ernie4_5ForCausalLM", qkv_bias=USE_BIAS, o_bias=USE_BIAS, mlp_bias=USE_BIAS),
     "seed_oss": Family(
         architecture="SeedOssForCausalLM",
-        qkv_bias=Switch("attention_bias", True),
+        qkv_bias=ATTENTION_BIAS,
         o_bias=Switch("attention_out_bias"),
         mlp_bias=MLP_BIAS,
-        head_dim=128,
     ),
     "exaone4": Family(
-        architecture="Exaone4ForCausalLM",
-        norms=POST_NORM,
-        qk_norm="of a head",
-        windows=Windows(size=4096, full_every=4),
+        architecture="Exaone4ForCausalLM", norms=POST_NORM, qk_norm="of a head", windows=Windows(full_every=4)
     ),
     "hunyuan_v1_dense": Family(
         architecture="HunYuanDenseV1ForCausalLM",
@@ -185,14 +157,13 @@ FAMILIES = {
         architecture="Cohere2ForCausalLM",
         norms=("input_layernorm",),
         norm_tensors=3,
-        is_tied=True,
-        windows=Windows(size=4096, full_every=4),
+        windows=Windows(full_every=4),
         values={"tie_word_embeddings": (None, True)},  # vLLM has no such head
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
-        qkv_bias=Switch("qkv_bias", True),
-        windows=Windows(size=4096, full_every=2, switch=USE_WINDOW),
+        qkv_bias=Switch("qkv_bias"),
+        windows=Windows(full_every=2, switch=USE_WINDOW),
         experts=QWEN_EXPERTS,
     ),
     "qwen3_moe": Family(
@@ -200,7 +171,7 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
-        windows=Windows(size=4096, switch=USE_WINDOW),
+        windows=Windows(switch=USE_WINDOW),
         experts=Experts(),
     ),
     "olmoe": Family(
@@ -228,7 +199,6 @@ FAMILIES = {
         qkv_bias=ATTENTION_BIAS,
         qk_norm="of a head",
         qk_norm_switch=Switch("use_qk_norm"),
-        head_dim=128,
         experts=GLM_EXPERTS,
     ),
     "glm4_moe_lite": Family(
@@ -238,10 +208,7 @@ FAMILIES = {
         values=LATENT_VALUES | {"first_k_dense_replace": (None, 1)},
     ),
     "deepseek_v3": Family(
-        architecture="DeepseekV3ForCausalLM",
-        qkv="latent",
-        experts=replace(GLM_EXPERTS, dense_first=("first_k_dense_replace", 3)),
-        values=LATENT_VALUES,
+        architecture="DeepseekV3ForCausalLM", qkv="latent", experts=GLM_EXPERTS, values=LATENT_VALUES
     ),
     "granitemoe": Family(
         architecture="GraniteMoeForCausalLM",
@@ -258,7 +225,6 @@ FAMILIES = {
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
         has_query_gate=True,
-        head_dim=256,
         state=DeltaNet(),
         full_every=4,
     ),
@@ -268,7 +234,6 @@ FAMILIES = {
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
         has_query_gate=True,
-        head_dim=256,
         experts=QWEN_EXPERTS,
         state=DeltaNet(),
         full_every=4,
@@ -279,7 +244,6 @@ FAMILIES = {
         o_bias=ATTENTION_BIAS,
         qk_norm="of a head",
         has_query_gate=True,
-        head_dim=256,
         experts=QWEN_EXPERTS,
         state=DeltaNet(is_fused=True),
         full_every=4,
@@ -291,7 +255,6 @@ FAMILIES = {
         mlp="plain",
         mlp_module="mixer",
         mlp_bias=MLP_BIAS,
-        head_dim=128,
         final_norm="norm_f",
         experts=Experts(
             stored="mixer.experts",
@@ -310,7 +273,7 @@ FAMILIES = {
             state="ssm_state_size",
             width="conv_kernel",
             chunk="chunk_size",
-            conv_bias=Switch("use_conv_bias", True),
+            conv_bias=Switch("use_conv_bias"),
             in_bias=USE_BIAS,
             out_bias=USE_BIAS,
         ),
@@ -355,7 +318,7 @@ FAMILIES = {
         architecture="Lfm2ForCausalLM",
         **LFM2,
         mlp_size="block_ff_dim",
-        mlp_is_adjusted=Switch("block_auto_adjust_ff_dim", True),
+        mlp_is_adjusted=Switch("block_auto_adjust_ff_dim"),
         engine_parts=(("short_conv.", "conv."),),
     ),
     "lfm2_moe": Family(
@@ -369,7 +332,7 @@ FAMILIES = {
             up="w3",
             down="w2",
             router=Names("feed_forward.gate.weight", "feed_forward.gate.weight", "feed_forward.gate.weight"),
-            dense_first=("num_dense_layers", 2),
+            dense_first="num_dense_layers",
             correction_bias="feed_forward.expert_bias",
         ),
         engine_parts=(("short_conv.", "conv."), ("gate.e_score_correction_bias", "expert_bias")),
@@ -380,26 +343,16 @@ LLAVA = {
     "head": "language_model.lm_head.",
     "kept": ("vision_tower.", "multi_modal_projector."),
 }
-QWEN3_5 = {
-    "body": "model.language_model.",
-    "head": "lm_head.",
-    "kept": ("model.visual.", "mtp."),
-    "defaults": {},
-}
+QWEN3_5 = {"body": "model.language_model.", "head": "lm_head.", "kept": ("model.visual.", "mtp.")}
 WHOLE = {
-    "gemma3": Whole(
-        texts=("gemma3_text",),
-        **LLAVA,
-        defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4},
-    ),
+    "gemma3": Whole(texts=("gemma3_text",), **LLAVA),
     "gemma4": Whole(
         texts=("gemma4_text",),
         body="model.language_model.",
         head="lm_head.",
         kept=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-        defaults={},
     ),
-    "mistral3": Whole(texts=("mistral", "ministral3"), **LLAVA, defaults={}),
+    "mistral3": Whole(texts=("mistral", "ministral3"), **LLAVA),
     "qwen3_5": Whole(texts=("qwen3_5_text",), **QWEN3_5),
     "qwen3_5_moe": Whole(texts=("qwen3_5_moe_text",), **QWEN3_5),
 }
@@ -468,12 +421,13 @@ def text_fields(hf: dict, source: str) -> dict:
     text = hf.get("text_config")
     if not isinstance(text, dict):
         raise ConfigError(f"{source}: text_config={text!r:.80}: expected an object with model_type={kind!r}")
-    text = {"model_type": whole.texts[0], **whole.defaults, **text, "architectures": None}
+    text = {"model_type": whole.texts[0], **text, "architectures": None}
     if text["model_type"] not in whole.texts:
         known = ", ".join(whole.texts)
         given = f"text_config: model_type={text['model_type']!r:.80}"
         raise ConfigError(f"{source}: {given} is not supported with model_type={kind!r}; supported: {known}")
     check_forms(text, source)
+    text = forms_of_kind(text["model_type"])["defaults"] | text
     for field_name in ("tie_word_embeddings", "quantization_config", "compression_config"):
         if field_name in hf:
             text[field_name] = hf[field_name]
@@ -492,6 +446,9 @@ def _check_layer_types(hf: dict, source: str) -> None:
             raise ConfigError(
                 f"{source}: layer_types: {layer_type!r:.80} is not supported; supported: {', '.join(known)}"
             )
+    types = hf.get("layer_types")
+    if types is not None and (hf.get("layers_block_type") or types) != types:
+        raise ConfigError(f"{source}: layers_block_type and layer_types differ: remove one")
     if family.one_part and family.listed_types(hf) is None:
         raise ConfigError(f"{source}: layers_block_type: missing: name the type of each layer")
     if family.state is not None:

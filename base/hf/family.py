@@ -23,16 +23,15 @@ MLP_NAMES = {
 
 
 class Switch(NamedTuple):
-    """A field of config.json that says whether a tensor is there; where it is absent, the default of transformers."""
+    """A field of config.json that says whether a tensor is there."""
 
-    field: str
-    default: bool = False
+    field: str | None
 
     def is_on(self, hf: dict) -> bool:
-        return bool(hf.get(self.field, self.default))
+        return self.field is None or bool(hf.get(self.field))
 
 
-ALWAYS = Switch("", True)
+ALWAYS = Switch(None)
 ATTENTION_BIAS = Switch("attention_bias")
 MLP_BIAS = Switch("mlp_bias")
 
@@ -40,10 +39,9 @@ MLP_BIAS = Switch("mlp_bias")
 @dataclass(frozen=True, kw_only=True)
 class Windows:
     """Which layers see only the last `sliding_window` keys, if config.json has no layer_types: all, or all but each
-    `full_every`-th. size: where config.json has no sliding_window. Without `switch` there are no windows. last_is_full:
-    the last layer has none, whatever config.json says."""
+    `full_every`-th. Without `switch` there are no windows. last_is_full: the last layer has none, whatever config.json
+    says."""
 
-    size: int | None = None
     full_every: int | None = None
     switch: Switch = ALWAYS
     last_is_full: bool = False
@@ -61,10 +59,9 @@ class Windows:
 class Family:
     """How a family names its weights. A bias is there if the field of its switch says so, and never without a switch.
 
-    head_dim, is_tied: where config.json does not say. None: hidden_size / num_attention_heads. norm_tensors: how many
-    float32 tensors, each as large as its input, a norm keeps for its backward; the last is for its weight's gradient.
-    caps_logits: it computes final_logit_softcapping, as vLLM does. values: of a field, those with which transformers
-    and vLLM compute the same; None is absent or null.
+    norm_tensors: how many float32 tensors, each as large as its input, a norm keeps for its backward; the last is for
+    its weight's gradient. caps_logits: it computes final_logit_softcapping, as vLLM does. values: of a field, those
+    with which transformers and vLLM compute the same; None is absent or null.
 
     qkv: "apart" and "fused" are matrices of all heads. "latent" is the attention of DeepSeek V2 (arXiv 2405.04434,
     section 2.1): keys and values of all heads come from one vector of kv_lora_rank dims, queries from one of
@@ -98,8 +95,6 @@ class Family:
     mlp_size: str = "intermediate_size"
     mlp_is_adjusted: Switch | None = None
     mlp_bias: Switch | None = None
-    head_dim: int | None = None
-    is_tied: bool = False
     windows: Windows | None = None
     experts: "Experts | None" = None
     caps_logits: bool = False
@@ -154,8 +149,8 @@ class Family:
         size = hf.get(self.mlp_size, hf.get("intermediate_size"))
         if self.mlp_is_adjusted is None or not self.mlp_is_adjusted.is_on(hf):
             return size
-        multiple = hf.get("block_multiple_of", 256)
-        size = int(hf.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        multiple = hf["block_multiple_of"]
+        size = int(hf["block_ffn_dim_multiplier"] * int(2 * size / 3))
         return math.ceil(size / multiple) * multiple
 
 
@@ -163,10 +158,6 @@ NATIVE = {  # `model.Body` computes these
     "llama": Family(architecture="LlamaForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS),
     "qwen2": Family(architecture="Qwen2ForCausalLM", qkv_bias=ALWAYS),
     "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        qkv_bias=ATTENTION_BIAS,
-        o_bias=ATTENTION_BIAS,
-        qk_norm="of a head",
-        head_dim=128,
+        architecture="Qwen3ForCausalLM", qkv_bias=ATTENTION_BIAS, o_bias=ATTENTION_BIAS, qk_norm="of a head"
     ),
 }

@@ -13,7 +13,7 @@ HAS_FLA = find_spec("fla") is not None  # the package fla-core, with a kernel of
 DELTA_CHUNK = 64  # rows that transformers' own gated delta rule computes at once
 VECTORS = ("A_log", "D", "dt_bias")  # of a recurrence, a number for each head
 MAMBA_BIAS = Switch("mamba_proj_bias")
-MAMBA_CONV_BIAS = Switch("mamba_conv_bias", True)
+MAMBA_CONV_BIAS = Switch("mamba_conv_bias")
 
 
 class Names(NamedTuple):
@@ -35,8 +35,8 @@ class Experts:
     `computed`.up_proj [E, F, D].
 
     inner: the field of config.json with F. shared: the MLP that every token passes, and the field with its size;
-    shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts, and
-    that number where it is absent. correction_bias: of the router, a buffer. may_be_none: the field with their
+    shared_counts: in multiples of F. dense_first: the field with the number of layers at the start without experts.
+    correction_bias: of the router, a buffer. may_be_none: the field with their
     number may be 0. Names are within a layer.
     """
 
@@ -52,7 +52,7 @@ class Experts:
     shared_size: str | None = None
     shared_counts: bool = False
     shared_gate: str | None = None
-    dense_first: tuple[str, int] | None = None
+    dense_first: str | None = None
     correction_bias: str | None = None
     may_be_none: bool = False
 
@@ -177,14 +177,10 @@ class DeltaNet:
 
     is_fused: bool = False
     module = "linear_attn"
+    groups = "linear_num_key_heads"
+    heads = "linear_num_value_heads"
     layer_type = "linear_attention"
-    fields = (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
-    )
+    fields = (groups, heads, "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
 
     flops_of_state = 6  # the key reads it, the value's correction is added, and the query reads
 
@@ -233,6 +229,7 @@ class ShortConv:
     """Layers that are a convolution between two gates."""
 
     module = "conv"
+    heads = None
     layer_type = "conv"
     fields = ("conv_L_cache",)
     bias = Switch("conv_bias")
@@ -272,7 +269,7 @@ class Gemma4Layers:
             return hf
         first = next(iter(written.values()), None)
         heads = first if isinstance(first, dict) else {}
-        size = heads.get("head_dim", hf.get("head_dim", 256))
+        size = heads.get("head_dim", hf["head_dim"])
         return hf | {"global_head_dim": size, "num_global_key_value_heads": heads.get("num_key_value_heads")}
 
     def sizes(self, hf: dict, types: list[str]) -> Iterator[dict[str, int]]:
@@ -284,7 +281,7 @@ class Gemma4Layers:
                 if hf.get("attention_k_eq_v"):
                     sizes["has_values"] = False
                     sizes["num_key_value_heads"] = hf.get("num_global_key_value_heads") or hf["num_key_value_heads"]
-            if number >= len(types) - hf.get("num_kv_shared_layers", 0):
+            if number >= len(types) - hf["num_kv_shared_layers"]:
                 sizes["num_key_value_heads"] = 0
                 if hf.get("use_double_wide_mlp"):
                     sizes["intermediate_size"] = 2 * hf["intermediate_size"]
@@ -292,7 +289,7 @@ class Gemma4Layers:
 
     def embedding_size(self, hf: dict) -> int:
         """Dims of a token's embedding for a layer; 0: there is none."""
-        return hf.get("hidden_size_per_layer_input", 256)
+        return hf["hidden_size_per_layer_input"]
 
     def layer_shapes(self, hf: dict) -> Shapes:
         """Beside attention, MLP and their norms."""
@@ -312,7 +309,7 @@ class Gemma4Layers:
             return {}
         of_layers = size * hf["num_hidden_layers"]
         return {
-            "embed_tokens_per_layer.weight": (hf.get("vocab_size_per_layer_input", 262144), of_layers),
+            "embed_tokens_per_layer.weight": (hf["vocab_size_per_layer_input"], of_layers),
             "per_layer_model_projection.weight": (of_layers, hf["hidden_size"]),
             "per_layer_projection_norm.weight": (size,),
         }

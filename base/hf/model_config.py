@@ -252,7 +252,7 @@ class ModelConfig:
         windows = self.family.windows
         if windows is None or not windows.switch.is_on(self.hf):
             return [None for parts in self.layers if "attention" in parts]
-        size = self.hf.get("sliding_window", windows.size)
+        size = self.hf.get("sliding_window")
         return [size if kind == "sliding_attention" else None for kind in self.attention_types]
 
     @cached_property
@@ -310,7 +310,7 @@ class ModelConfig:
         if self.num_experts == 0:
             return False
         if experts.dense_first is not None:
-            return layer >= self.hf.get(*experts.dense_first)
+            return layer >= self.hf.get(experts.dense_first, 1)
         is_dense = layer in (self.hf.get("mlp_only_layers") or ())
         return not is_dense and (layer + 1) % self.hf.get("decoder_sparse_step", 1) == 0
 

@@ -36,7 +36,7 @@ MORE = {
     "qwen3_5_text": {"int above 0": ["full_attention_interval"]},
     "qwen3_5_moe_text": {"int above 0": ["full_attention_interval"]},
     "qwen3_next": {"int above 0": ["full_attention_interval"]},
-    "lfm2": {"bool": ["tie_embedding"]},
+    "lfm2": {"bool": ["tie_embedding"], "int above 0": ["block_ff_dim"]},
     "lfm2_moe": {"bool": ["tie_embedding"]},
 }
 HAVE_RULES = re.compile("head_dim|num_key_value_heads|sliding_window|.*dropout|.*pdrop")  # in base/hf
