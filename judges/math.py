@@ -47,24 +47,29 @@ SELF_TESTS = (  # (reply, answer, outcome): what this file must say before a run
 FIRST_JOB = {"reply": r"\boxed{(x+1)^2}", "answer": "x^2+2x+1", "strict": False}
 STRICT_SELF_TESTS = (("Answer: 5", "5", "ok"), ("Answer: 4", "5", "wrong"), (r"\boxed{5}", "5", "parse_fail"))
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(-?\d[\d.,]*(?<=\d)))|\\.", re.DOTALL)
-_BOX_NAME = re.compile(r"\\(?:boxed|fbox)(?![a-z])")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?:(\{)|(-?\d[\d.,]*(?<=\d)))|\\.", re.DOTALL)
+_BOX_NAME = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKS = r"(?:[ \t$~]|\\[,;:! ()\[\]]|\\q?quad)*"  # blanks and the ends of formulas
 _AND = r"(?:[,;\uff0c\u3001]|(?:,\s*)?(?:and|or|[和及或]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}))"
 _BOX_OF = r"(?P<name>(?:\\[a-zA-Z]+|[^\W\d_])(?:_\w|_\{\w+\}|[₀-₉]+)?) ?="  # x = \boxed{3}
 _BESIDE = re.compile(rf"{_MARKS}{_AND}{_MARKS}(?:{_BOX_OF}{_MARKS})?")  # between two boxes of one answer
+_MINUS = re.compile(r"(?<![\w)}\]\s]) ?-$")  # -\boxed{5}
+_TIMES_TEN = re.compile(r"\s*\\(?:cdot|times)\s*10\^(?:\d|\{-?\d+\})")
 _BEFORE_BOX = re.compile(rf"(?<![a-zA-Z_\\]){_BOX_OF}[ $]{{0,2}}$")
 _OR_BEFORE = re.compile(  # 6 or \boxed{5}
-    r"(?<![^\s$(])(?P<value>[^\s${]*(?:\{[^{}]*\}[^\s${]*)*[\d}])\$?,?\s*"
-    r"(?:\\text\s*\{\s*)?or\s*\}?[\s$]*(?:[a-z] ?= ?)?$"
+    rf"(?<![^\s$(])(?P<value>[^\s${{]*(?:\{{[^{{}}]*\}}[^\s${{]*)*[\d}}]|[A-J]){_MARKS},?\s*"
+    rf"(?:\\text\s*\{{\s*)?or\s*\}}?{_MARKS}(?:[a-z] ?= ?)?$"
 )
-_ANSWER = r"(?:answers?|(?:correct|right) (?:option|choice))"
+_ANSWER = (
+    r"(?:answers?(?: to (?:the|this|our) [a-z]+)?|solutions?(?= (?:is|are) \$?(?:[a-z] ?=|\d))"
+    r"|(?:correct|right) (?:option|choice))"
+)
 _ANSWER_ZH = r"(?:答案|正确选项|故选|答(?=[:\uff1a]))"
 _ANSWER_IS = re.compile(
     rf"(?i)\b{_ANSWER}\**\s*(?:(?:is|are|equals|(?:should|must|will|would) be|(?:comes|turns) out to be)\b"
-    r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|simply|exactly|approximately|about|equal to|given by)"
-    r"\b,?)*\s*:?|[:=\uff1a])[\s*]*"
+    r"(?:,?\s+(?:of course|therefore|thus|hence|then|so|now|just|indeed|also|still|always|[a-z]+ly|about|equal to"
+    r"|given by)\b,?)*\s*:?|[:=\uff1a])[\s*]*"
     rf"|{_ANSWER_ZH}\**(?:\u3011|\s*[是为為选選]?\**\s*[:=\uff1a\uff1d]|\s*[是为為选選]|(?<=选))[\s*:\uff1a]*"
 )
 _OR_THE_ANSWER = re.compile(r"(?i)\bor(?:,? (?:maybe|perhaps|possibly))?,? +(?:(?:the|my|final|correct|other) +)*$")
@@ -89,7 +94,7 @@ _LAST_LINE = re.compile(  # one that states the answer
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
 _VERB = r"(?:is|are|was|were|equals|ha[sd]|have|makes|takes|costs|needs|gets|earns|pays)"
 _BEFORE_VALUE = re.compile(  # a + b = **7**; There are **7** ways; It is 7
-    r".*?=\s*(?=\*\*[^*]+\*\*)|(?!\D*(?:\b(?:not?|never|than|least|most|if)\b|n't))[A-Z][a-z]* [^*\d\\$]*"
+    r"^.*?=\s*(?=\*\*[^*]+\*\*)|^(?!\D*(?:\b(?:not?|never|than|least|most|if)\b|n't))[A-Z][a-z]* [^*\d\\$]*"
     rf"(?:(?=\*\*[^*]*\d[^*]*\*\*)|\b{_VERB} (?=[\d$\\-]))"
 )
 _BOLD = re.compile(r"\*\*(?![\w({\\$-])|(?<![\w)\]}])\*\*")  # not a power
@@ -110,13 +115,15 @@ _LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]")
 _SET = re.compile(r"\\\{|\\emptyset")
 _BRACKETS = re.compile(r"(\\?[{(\[])(.*?)(\\?[})\]])", re.DOTALL)
 _NAMED = re.compile(
-    rf"({NAME}|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{{2}}):)\s*(.+)", re.DOTALL
+    rf"({NAME}|[A-Za-z]{{2,}}(?: [A-Za-z]+)+|\((?:\s*{NAME}\s*,)+\s*{NAME}\s*\))\s*"
+    r"(?:=|\\in(?![a-z])|(?<=[a-zA-Z]{2}):)\s*(.+)",
+    re.DOTALL,
 )
 _POINT = re.compile(r"(?i:point )?(?P<name>[A-Z](?:_\{\w+\})?'*) ?(?P<value>\([^,]+,.+\))")
 _GRAPH = re.compile(r"(?P<y>y)(?P<primes>'*)|[a-zA-Z](?P<primes_of_f>'*)\(x\)")
 _MEMBER = re.compile(rf"{NAME}\s*\\in(?![a-z])\s*")
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mathbb|emptyset|varnothing|le|ge|ne|in)(?![a-z])|[<>]|\\\{")
-_STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|\w*arrow)(?![a-z])")
+_STEPS = re.compile(r"\\(?:to|implies|iff|land|wedge|(?!over)\w*arrow)(?![a-z])")
 _UNORDERED = {"", "{}", "cup"}  # kinds of lists, by their brackets
 _ALIKE = ({"", "{}"}, {"", "()"})
 _BASE = re.compile(  # 2516_8, 1A_{16}, not 2x_1
@@ -212,6 +219,11 @@ def _last_box(text: str) -> str | None:
             break
         if not contents:
             rest = text[end:].partition("\n")[0][:MAX_LINE_CHARS]
+        if _MINUS.search(text, max(0, token.start() - 3), token.start()):
+            content = f"-{content}"
+        power = _TIMES_TEN.match(text, end)
+        if power:
+            content += power[0]
         name = _BEFORE_BOX.search(text[max(0, token.start() - 30) : token.start()])
         contents.insert(0, content)
         if name:
@@ -268,7 +280,7 @@ def _after_words(text: str) -> str:
 
 def _unmarked(line: str) -> str:
     """The line without marks of markdown: bold type, which may have begun before, italics, code, #s at its end."""
-    line = re.sub(r"[ \t]+#+\s*$", "", line).replace("`", "")
+    line = re.sub(r"[ \t]+#+\s*$|</?(?:b|i|em|strong)>", "", line).replace("`", "")
     line = _BOLD.sub("", re.sub(r"(?<=\S)\*\*[!:](?=\s|$)", ".", line))
     for marks in _PAIRS_OF_MARKS:
         line = marks.sub(r"\2", line)
@@ -296,6 +308,9 @@ def equal(gold: str, answer: str) -> bool:
 
 def _first_form(text: str) -> str | None:
     """The first form of a value that a text gives in several, as 1/2 or 0.5; None if the text is something else."""
+    approximation = re.fullmatch(r"(.+?)\\approx(?![a-z])(.+)", text)
+    if approximation and number(approximation[2]) and not re.fullmatch(rf"{NAME}\s*", approximation[1]):
+        return approximation[1] if not number(approximation[1]) else None
     forms = _OR.split(text)
     if len(forms) > 1 and all(_is_another_form(forms[0], form) for form in forms[1:]):
         return forms[0]
@@ -388,6 +403,9 @@ def _same(one: str, other: str) -> bool:
     interval = as_interval(one)
     other_interval = as_interval(other)
     if is_chain != bool(LESS.search(other)):
+        kind, parts = _items(other if is_chain else one)
+        if not kind and len(parts) > 1:  # 2 < x < 3 is not 2, 3
+            return False
         one = interval
         other = other_interval
     elif is_chain and ("|" in one) != ("|" in other) and _letters(one) == _letters(other):
@@ -477,7 +495,11 @@ def _same_lists(pairs: list[tuple[str, str]], other_pairs: list[tuple[str, str]]
     names = {name for name, _ in pairs}
     other_names = {name for name, _ in other_pairs}
     rest = list(other_pairs)
-    if names == {""} or other_names == {""}:
+    bases = {name.partition("_")[0] for name in names | other_names}
+    if names != other_names and len(bases) == 1 and bases in (names, other_names):  # x = 2 or x = 3, for x_1 and x_2
+        pairs = [("", value) for _, value in pairs]
+        rest = [("", value) for _, value in rest]
+    elif names == {""} or other_names == {""}:
         is_ordered = is_ordered or len(names | other_names) > 2
         pairs = in_order(pairs) or pairs
         rest = in_order(other_pairs)
@@ -505,7 +527,8 @@ def _items(text: str) -> tuple[str, list[str]]:
         separator = _SEPARATOR if re.search(r"[\d\\<>=]", text) else "[,;]|(?<![a-zA-Z])and(?![a-zA-Z])"
         separator = f"{GROUPED}|{separator}"
         parts = [sign for part in split(text, separator) if part for sign in _signs(part)] or [text]
-    if len(parts) > 1 and quantity(text).value == text:  # not 5 feet, 6 inches
+    if len(parts) > 1 and (quantity(text).value == text or len({quantity(part).unit for part in parts}) == 1):
+        # not 5 feet, 6 inches
         is_union = all(map(LESS.search, parts)) and not re.search("[,;]|and", text)
         return "cup" if is_union else "", parts
     union = split(text, r"\\cup(?![a-z])")
@@ -602,7 +625,8 @@ def _same_value(one: str, other: str) -> bool:
     if _BASE.fullmatch(other) or _OPAQUE.search(one) or _OPAQUE.search(other):
         return False
     if is_word(one) or is_word(other) or re.fullmatch("[A-Z]{2,}", one):  # BAC is an order, not a product
-        return is_word(one) and one.casefold() == other.casefold()
+        one, other = (re.sub(r"^(?:an?|the) (?=[a-z]{3})", "", text.casefold()) for text in (one, other))
+        return one == other and is_word(one)
     return same_formula(_fraction(one), _fraction(other))
 
 

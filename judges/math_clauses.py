@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from .math_text import squeeze
 
 _STOP = r"(?<![.\s])(?<![ap]\.m)(?<!i\.e)\.(?=\s|$)|(?<=[ap]\.m\.)(?= +[A-Z])|\u3002"  # of a sentence; 9 p.m. goes on
-_OR = "or|maybe|perhaps|possibly|alternatively|otherwise|else|if not"
+_OR = "or|maybe|perhaps|possibly|alternatively|otherwise|else|if not|no,? wait|wait|sorry|I mean"
 _BUT = r"but|though|although|however|while|whereas|yet|unless|plus|as well as|along with|together with|that is|i\.e"
 _REASON = r"because|since|(?<!well )as(?! well)|so|thus|hence|therefore"
 _LIGHT = re.compile(  # words that may stand before a value which comes first
@@ -20,11 +20,12 @@ _LIGHT = re.compile(  # words that may stand before a value which comes first
     r"second|possible|there|solution|one|in (?:which|some) cases?)\b)*"
 )
 _RIGHT = re.compile(  # what may follow the value
-    r"(?i)\s*(?:$|[,.!)]|(?:too|also|and|or|as|is|being|if|when|may|might|could|would|works?|fits?|holds?|does|\w+n't|"
-    r"satisf\w+|possible|instead|otherwise|assuming)\b)"
+    r"(?i)\s*(?:$|[,.!)]|(?:too|also|and|or|as|(?:is|being)(?! (?:the|what|even|odd|prime|\w+er)\b)"
+    r"|if|when|may|might|could|would|works?|fits?|holds?|does|\w+n't|"
+    r"satisf\w+|possible|instead|otherwise|assuming|for(?! (?:each|the|a)\b))\b)"
 )
 _POSSIBLE = re.compile(
-    r"(?i)\b(?:too|also|may|might|could|would|can|another|either|possible|plausible|accept\w*|valid|right|correct|works?|"
+    r"(?i)\b(?:too|also|may|might|could|would|can|another|possible|arguable|plausible|accept\w*|valid|right|correct|works?|"
     r"fits?|satisf\w+|alternativ\w+|says?|argue|sometimes|otherwise)\b"
 )
 _NOT = re.compile(
@@ -34,13 +35,20 @@ _NOT = re.compile(
 _DASH = r"(?:-+|\u2013|\u2014)"
 _ABOUT = re.compile(r"(?i)\b(?:about|approximately|roughly)\b")
 _FORMULA = re.compile(r"\$(?!\s)([^$]+)(?<![\s$])\$(?!\d)|\\\((.+?)\\\)")
+_FUNCTIONS = "sqrt|sin|cos|tan|log|ln|exp|pi"
+_COMPOUND = re.compile(  # $4$ feet $3$ inches
+    r"\s*(?:\\(?:cdot|times)\s*|(?!(?:for|at|by|when|where|because|since|as|if|in|of|with|from|on|or|per|is|to|than|about|and|"
+    r"after|before|over|within)\b)[a-z]+ (?:and )?)?\$?\d"
+)
 _WORD = r"[A-Za-z]{2,}\b(?! ?=)"
 _CLAUSE = rf"(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"
 _REST = re.compile(  # of a line behind its value
     rf"{_STOP}|(?<!and)(?<!or), (?=[a-z]|I )(?={_CLAUSE})(?!and {_WORD} ?[=<>])|; (?=[^;]*[a-z]{{3}})"
-    rf"|(?<=[^a-z] )(?:{_BUT}|{_REASON}|which|not|rather|and (?={_WORD}))\b| {_DASH} (?={_OR})|\s?\u2014"
-    r"|\((?!mod|base|if|when|for)(?=[^()]*(?<![\\a-z])[a-z]{2})|(?<=\d )\((?=[^a-zA-Z\\]*\))|(?<=^[A-J] )\("
-    r"|(?<=[\ds] )(?:each|every|only|exactly|altogether|in total|in all|when rounded)\b"
+    rf"|(?<=[^a-z] )(?:{_BUT}|{_REASON}|which|not|rather|and (?=[a-z]{{2}}\w*(?! ?=)))\b|\s?\u2014"
+    rf"| {_DASH} (?={_OR}|(?!{_FUNCTIONS})[a-z]{{2}})|(?<=\d): (?=[a-z]{{2}}|\d+ ?[-+*/])"
+    r"|(?<=\S )\((?!mod|base|if|when|for|[^()]*(?:sqrt|sin|cos|tan)\b)(?=[^()]*(?<![\\a-z])[a-z]{2})"
+    r"|(?<=\d )\((?=[^a-zA-Z\\]*\))|(?<=^[A-J])(?:, (?=\d)| [-\u2013] | \()"
+    r"|(?<=[\ds] )(?:each|every|only|exactly|altogether|in total|in all|when rounded|after)\b"
     r"|[\uff0c\uff1b](?=[\u4e00-\u9fff])|(?<=[\dA-J$})])(?= ?[或和])"
 )
 _PIECE = re.compile(rf"(?i)(?=; |{_DASH} |\([^()]*[a-z]{{2}}|(?<!\w)(?:(?<![\dA-J)}}] )(?:{_OR})|{_BUT}|{_REASON})\b)")
@@ -66,7 +74,9 @@ _VALUES = {
 def stated(line: str) -> str:
     """The value at the beginning of a line, or the list of the values that the line offers."""
     formula = _FORMULA.match(line)
-    if formula:
+    if formula and _COMPOUND.match(line, formula.end()):
+        line = " ".join(_MARKS.sub(r" \1 ", line).split())
+    elif formula:
         return with_offers(formula[1] or formula[2], line[formula.end() :])
     line = re.sub(r"^(?:(?:either|both) |(?:an?|the) (?!and|or)(?=[a-z]{3}))", "", line)
     for rest in _REST.finditer(line):
@@ -79,36 +89,40 @@ def stated(line: str) -> str:
 def with_offers(value: str, rest: str, *, is_boxed: bool = False) -> str:
     """A value with those that the rest of its line offers, as a list."""
     found = value
-    for count, sentence in enumerate(re.split(_STOP, _MARKS.sub(r" \1 ", rest.translate(_IN_ENGLISH)))):
+    rest = re.sub(" {2,}", " ", _MARKS.sub(r" \1 ", rest.translate(_IN_ENGLISH)))
+    for count, sentence in enumerate(re.split(_STOP, rest)):
         is_reason = False
         for piece in _PIECE.split(sentence):
             is_reason = is_reason or bool(re.match(rf"(?:{_REASON})\b", piece))
             is_or = not is_reason and bool(re.match(rf"(?i)(?:{_OR})\b|\([^a-z]*\)\W*$", piece))
             must_be_possible = is_reason or count > 0 or piece.startswith("(") or (is_boxed and "=" in piece)
-            for offer in _offers(value, piece, is_or=is_or, must_be_possible=must_be_possible):
+            for offer in _offers(value, piece, is_or=is_or, is_sentence=count > 0, must_be_possible=must_be_possible):
                 found += offer
     return found
 
 
-def _offers(value: str, piece: str, *, is_or: bool, must_be_possible: bool) -> Iterator[str]:
+def _offers(value: str, piece: str, *, is_or: bool, is_sentence: bool, must_be_possible: bool) -> Iterator[str]:
     """Each value that a piece of a sentence offers beside the first one, with the separator before it."""
     kind = _kind(value)
+    unit = re.search(r"(?: [a-z]+)?$", value)[0]
     start = 0  # of what stands between two values
     is_list = True  # so far there were only offers
     for match in _VALUES[kind].finditer(piece):
         before = piece[start : match.start()]
         if start == 0:
             before = re.sub(r"^.*(?=,|\b(?:it is|then)\b)", "", before)
+            if re.match(r"\W*(?:if|when|for)\b", piece[match.end() :]):  # 4 if n is even and 3 if n is odd
+                before = re.sub(r"^.*(?=\band\b)", "", before)
         clause = piece[start:]
         start = match.end()
         if _says_the_same(value, match[0]) or (_ABOUT.search(before) and not value.strip().isdigit()):
             is_list = False
             continue
-        is_first = is_list and bool(before.strip() and _LIGHT.fullmatch(before))
+        is_first = is_list and bool((before.strip() or is_sentence) and _LIGHT.fullmatch(before))
         is_possible = bool(_POSSIBLE.search(clause))
         is_offered = is_first
         if not is_or:
-            signs = [is_first, is_possible, bool(_RIGHT.match(piece, start))]
+            signs = [is_first, is_possible, bool(_RIGHT.match(piece[start:].removeprefix(unit)))]
             is_offered = signs.count(True) >= 2
             if must_be_possible:
                 is_offered = is_first and is_possible

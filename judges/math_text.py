@@ -59,7 +59,7 @@ _AND = r",|(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:land|wedge)(?![a-zA-Z])"
 INDEX = r"(?:_\{\w+\})"  # of a name
 LESS = re.compile(r"(<|>|\\[lg]e(?![a-z]))")
 NAME = (  # x  x_{1}  f(x)  \alpha  width, and what geometry names: AB  |AB|  S_1:S_2  \frac{AB}{CD}
-    rf"(?:(?!\\emptyset)\\?[a-zA-Z]+{INDEX}?'*(?:\(\w\))?"
+    rf"(?:(?!\\emptyset)(?:\\(?:vec|overrightarrow) ?\{{\w+\}}|\\?[a-zA-Z]+){INDEX}?'*(?:\(\w\))?"
     r"|(?:[A-Z'|:/{} ]|\\(?:frac|angle|triangle|overline)(?![a-z])|_(?:[A-Za-z\d]|\{\w++\}))+)"
 )
 

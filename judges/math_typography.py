@@ -124,19 +124,26 @@ def _reals(match: re.Match) -> str:
     return rf"\mathbb{{R}} \setminus \{{{out}\}}"
 
 
+def _exceptions(match: re.Match) -> str:
+    """x is neither 1 nor 2, as a set."""
+    out = re.sub(rf"(?:,|,? and) ?{match['x']} ?\\ne ?", ", ", match["out"])
+    return rf"\mathbb{{R}} \setminus \{{{out}\}}"
+
+
 def _compiled(rewrites: tuple) -> list[tuple]:
     return [(re.compile(pattern), new) for pattern, new in rewrites]
 
 
 _BEYOND_ASCII = _compiled(
     (
-        (r"[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # without width
+        (r"[\u00ad\u200b-\u200f\u2060\ufeff\u2700-\u2757\ufe0f\U0001f300-\U0001faff]", ""),  # without width or meaning
         (r"[⁰¹²³⁴-⁹]+\s*\u2044\s*[₀-₉]+|[¼-¾⅐-⅞]", _as_fraction),
         (r"[⁰¹²³⁴-⁹⁻ⁱⁿ]+", lambda match: f"^{{{normalize('NFKC', match[0])}}}"),
         (r"[₀-₉ₐ-ₜᵢ-ᵥⱼ]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}"),
         (r"(?<=\d)(\s*)[\u03bc\u00b5](?=[mgsL]\b)", r"\1micro"),
         (r"(?<=\d)\s*[\u03a9\u2126](?!\w)", " ohms"),
         (r"[\u00b5\u03d0-\u03d5\u03f0-\u03f5\u2126\U0001d400-\U0001d7ff]", lambda match: normalize("NFKC", match[0])),
+        (r"∛\s*(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt[3]{\1\2} "),
         (r"√\s*(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2} "),
     )
 )
@@ -200,6 +207,9 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
             _reals,
         ),
         (r"(?i)^\s*(?:(?:there (?:is|are) )?no (?:real )?solutions?|(?:the )?empty set)\s*$", r"\\emptyset"),
+        (r"\\tag\*?\s*\{[^{}]*\}|\\(?:checkmark|blacksquare|square|Box)(?![a-zA-Z])\s*$", ""),
+        (r"(?<=\d) ?\( ?([a-z]{3,}s) ?\)\s*$", r" \1"),
+        (r"^\s*(?P<x>[a-z]) ?\\ne ?(?P<out>[^,;]+?(?:(?:,|,? and) ?(?P=x) ?\\ne ?[^,;]+?)+)$", _exceptions),
         (r"\.\.\.|\\[lc]dots", r"\\dots "),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     )
@@ -210,12 +220,12 @@ _REWRITES = _compiled(  # what changes no meaning, in this order
 def clean(text: str) -> str:
     """The text with one sign for one meaning, without what has none: $, \\left, \\text{}, spaces, a last period."""
     if _DIGITS.fullmatch(text):  # most answers
-        return text.removesuffix(".")
+        return text.rstrip(".,")
     if not text.isascii():
         for pattern, new in _BEYOND_ASCII:
             text = pattern.sub(new, text)
         text = text.translate(_SIGNS)
-    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip()
+    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip(" ,;")
     text = FORMULA.sub(r" \1 ", text).strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
