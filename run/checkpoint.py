@@ -17,7 +17,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +27,6 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -57,23 +56,6 @@ def write_part(file: Path, write: Callable[[], None]) -> dict | str:
         return {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}}
     except Exception as error:  # safetensors raises its own for a full disk; `commit` raises it on all ranks
         return f"{file}: {error}"
-
-
-def write_folder(temporary: Path, meta: dict, writers: Mapping[Path, Callable[[], None]]) -> None:
-    """Writes the folder `step_000010` at once, through `step_000010.tmp`. writers: this rank's files. A collective.
-    Raises OSError, on all ranks, where the disk refused something; then nothing is left."""
-    try:
-        on_rank0(partial(_make_empty, temporary))
-        commit(temporary, meta, [write_part(file, write) for file, write in writers.items()])
-    except OSError:
-        if dist.get_rank() == 0:  # all ranks have written their files, or none has
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
-    folder.mkdir(parents=True)
 
 
 def commit(temporary: Path, meta: dict, parts: Sequence[dict | str]) -> None:

@@ -16,7 +16,8 @@ Writing is here and not in replay.py because the loop writes (run.steps.dump_if_
 """
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,14 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from base.hf.tokenizer import Tokenizer
 from base.inputs.checkpoints import VERSION, of_this_program
 from base.system.exchange import holders_of, move_tokens
-from base.system.ranks import gather
+from base.system.ranks import gather, on_rank0
 from head import response_logps
 from pack import Row, assign_to_ranks, empty_pack, pack_samples, rows_of, to_device
 from records import TOKEN, Grade, Sample, TokenSequence
@@ -74,9 +76,26 @@ def write(run: Run, trained: Sequence[Sample], adv_B: Sequence[float], step: int
         writers[text_file] = partial(_write_texts, text_file, trained, adv_B, run.inputs.tokenizer)
     meta = {"version": VERSION, "step": step, "world_size": run.ranks.world_size, "state": {}, "metric": None}
     try:
-        checkpoint.write_folder(temporary, meta, writers)
+        _write_folder(temporary, meta, writers)
     except OSError as error:
         run.ranks.print_rank0(f"WARNING: the rollouts of step {step} were not written ({error}); training continues")
+
+
+def _write_folder(temporary: Path, meta: dict, writers: Mapping[Path, Callable[[], None]]) -> None:
+    """Writes the folder `step_000010` at once, through `step_000010.tmp`. writers: this rank's files. A collective.
+    Raises OSError, on all ranks, where the disk refused something; then nothing is left."""
+    try:
+        on_rank0(partial(_make_empty, temporary))
+        checkpoint.commit(temporary, meta, [checkpoint.write_part(file, write) for file, write in writers.items()])
+    except OSError:
+        if dist.get_rank() == 0:  # all ranks have written their files, or none has
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed while it wrote
+    folder.mkdir(parents=True)
 
 
 def read(folder: Path) -> list[Sample]:

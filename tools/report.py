@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from base.inputs.yaml_text import plain_yaml
+from base.inputs.yaml_text import Document, read_yaml
 from base.system.disk import describe_os_error, write_whole
 from base.system.files import parse_json, read_bytes
 from config import ConfigError
@@ -95,7 +95,8 @@ def read_about(folder: Path, notes: list[str]) -> dict[str, str]:
     about: dict[str, str] = {}
     try:
         if (folder / "config.yaml").exists():
-            config = plain_yaml(folder / "config.yaml")
+            file = folder / "config.yaml"
+            config = Document(read_yaml(file), str(file), lambda name: True).value
             about["model"] = str(config["policy"]["model_name"])
         provenance = folder / "provenance.json"
         if provenance.exists():

@@ -115,11 +115,6 @@ def read_yaml(path: str | Path) -> bytes:
     return text
 
 
-def plain_yaml(path: str | Path) -> Plain:
-    """What yaml makes of a file, within the bounds of a config. Raises ConfigError."""
-    return Document(read_yaml(path), str(path), lambda name: True).value
-
-
 def typed(value: Plain) -> Plain:
     """What yaml makes of a text, or of each text in a list or mapping."""
     if isinstance(value, dict):
