@@ -107,11 +107,8 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     if isinstance(meta, str) and cfg.checkpointing.resume != "auto":
         raise ConfigError(damaged(meta, newest))
     before = reader.load(run / "config.yaml")
-    if to_train and _saves_reference(before) != _saves_reference(cfg):
-        saved = "with" if _saves_reference(before) else "without"
-        problem = f"was saved {saved} a reference policy: set loss_fn.reference_policy_kl_penalty, "
-        problem += "policy.reference_model_name and policy.reference_server_url as in that run"
-        raise ConfigError(f"checkpointing.resume_from={run} {problem}")
+    if to_train:
+        check_same_reference(run, saved=_saves_reference(before), needed=_saves_reference(cfg))
     changed = {}
     has_lora = any(config.policy.dtensor_cfg.lora_cfg.enabled for config in (before, cfg))
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
@@ -125,6 +122,14 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
         fix += "" if is_fixed else ", or set checkpointing.allow_changes=true"
         problem = f"cannot continue with other settings: {', '.join(changed.values())}"
         raise ConfigError(f"checkpointing.resume_from={run} {problem}; {fix}")
+
+
+def check_same_reference(where: Path, *, saved: bool, needed: bool) -> None:
+    """ConfigError where a run or checkpoint has a reference policy that is not needed, or lacks one that is."""
+    if saved != needed:
+        problem = f"{where}: was saved {'with' if saved else 'without'} a reference policy"
+        keys = "loss_fn.reference_policy_kl_penalty, policy.reference_model_name and policy.reference_server_url"
+        raise ConfigError(f"{problem}; set {keys} as in that run")
 
 
 def _saves_reference(cfg: Config) -> bool:

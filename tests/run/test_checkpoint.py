@@ -172,6 +172,9 @@ def test_two_ranks_then_one_then_two(tiny, one_rank, tmp_path):
     saver = checkpoint.Saver(tmp_path / "of_one", CheckpointingConfig(), place)
     saver.save(2, model, optimizer, STATE, Reference(model).shards, {})
     saver.finish()
+    for folder, reference in ((tmp_path, Reference(model).shards), (tmp_path / "of_one", {})):  # as replay.py may ask
+        with pytest.raises(ConfigError, match="reference_policy_kl_penalty"):
+            restore.load(folder, CheckpointingConfig(), model, optimizer, place, reference)
     load_by_two_again(tiny[0], tmp_path)
 
 
