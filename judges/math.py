@@ -211,12 +211,15 @@ def _last_box(text: str) -> str | None:
     contents: list[str] = []
     named: list[str] = []
     next_start = len(text)
+    separator = ", "
     for token in reversed(found):
         content, end = _content_of_box(text, token)
         if content is None:
             break
         if contents and not _BESIDE.fullmatch(text, end, next_start):
             break
+        if contents and re.search(r"\bor\b", text[end:next_start]):
+            separator = " or "
         if not contents:
             rest = text[end:].partition("\n")[0][:MAX_LINE_CHARS]
         if _MINUS.search(text, max(0, token.start() - 3), token.start()):
@@ -237,7 +240,8 @@ def _last_box(text: str) -> str | None:
     before = _OR_BEFORE.search(text[max(0, next_start - 80) : next_start])
     if before:
         contents.insert(0, before["value"])
-    return with_offers(", ".join(contents), rest, is_boxed=True)
+        separator = " or "
+    return with_offers(separator.join(contents), rest, is_boxed=True)
 
 
 def _content_of_box(text: str, token: re.Match) -> tuple[str | None, int]:
@@ -311,7 +315,7 @@ def _first_form(text: str) -> str | None:
     approximation = re.fullmatch(r"(.+?)\\approx(?![a-z])(.+)", text)
     if approximation and number(approximation[2]) and not re.fullmatch(rf"{NAME}\s*", approximation[1]):
         return approximation[1] if not number(approximation[1]) else None
-    forms = _OR.split(text)
+    forms = _OR.split(re.sub(r"\(\s*or\b(.*)\)$", r"or\1", text))
     if len(forms) > 1 and all(_is_another_form(forms[0], form) for form in forms[1:]):
         return forms[0]
     return None

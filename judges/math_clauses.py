@@ -8,7 +8,7 @@ and a word says that it is possible. Behind a reason, and in another sentence, i
 import re
 from collections.abc import Iterator
 
-from .math_text import squeeze
+from .math_text import known_unit, squeeze
 
 _STOP = r"(?<![.\s])(?<![ap]\.m)(?<!i\.e)\.(?=\s|$)|(?<=[ap]\.m\.)(?= +[A-Z])|\u3002"  # of a sentence; 9 p.m. goes on
 _OR = "or|maybe|perhaps|possibly|alternatively|otherwise|else|if not|no,? wait|wait|sorry|I mean"
@@ -30,7 +30,8 @@ _POSSIBLE = re.compile(
 )
 _NOT = re.compile(
     r"(?i)\bnot\b|n't\b|\b(?:cannot|never|neither|nor|no|rather|extraneous|too [a-z]+|ruled? out|fails?|"
-    r"(?:reject|exclud|discard)\w*|(?:impossib|inval|wrong|incorrect|false)\w*)\b"
+    r"at first.*?think|at first|think\w*|if\b.*\bwould|(?:reject|exclud|discard)\w*|"
+    r"(?:impossib|inval|wrong|incorrect|false)\w*)\b"
 )
 _DASH = r"(?:-+|\u2013|\u2014)"
 _ABOUT = re.compile(r"(?i)\b(?:about|approximately|roughly)\b")
@@ -73,6 +74,8 @@ _VALUES = {
 
 def stated(line: str) -> str:
     """The value at the beginning of a line, or the list of the values that the line offers."""
+    if re.search("other way around|vice versa", line):
+        return line
     formula = _FORMULA.match(line)
     if formula and _COMPOUND.match(line, formula.end()):
         line = " ".join(_MARKS.sub(r" \1 ", line).split())
@@ -89,13 +92,20 @@ def stated(line: str) -> str:
 def with_offers(value: str, rest: str, *, is_boxed: bool = False) -> str:
     """A value with those that the rest of its line offers, as a list."""
     found = value
-    rest = re.sub(" {2,}", " ", _MARKS.sub(r" \1 ", rest.translate(_IN_ENGLISH)))
+    rest = _MARKS.sub(r" \1 ", rest.translate(_IN_ENGLISH))
+    rest = re.sub(r"(\d+) (?:in|out of) (\d+)", r"\1/\2", rest)
+    if _kind(value) == "option":
+        rest = re.sub(r"\((?![^()]*\b[A-J]\b)[^()]*\)", " ", rest)  # B (12) or C (13)
+    rest = re.sub(r" +(percent\b)?", lambda match: "%" if match[1] else " ", rest)
+    own_units = _units(f"{value} {rest[:30].partition(' or ')[0]}")
     for count, sentence in enumerate(re.split(_STOP, rest)):
         is_reason = False
         for piece in _PIECE.split(sentence):
             is_reason = is_reason or bool(re.match(rf"(?:{_REASON})\b", piece))
             is_or = not is_reason and bool(re.match(rf"(?i)(?:{_OR})\b|\([^a-z]*\)\W*$", piece))
             must_be_possible = is_reason or count > 0 or piece.startswith("(") or (is_boxed and "=" in piece)
+            if is_or and own_units and _units(piece) - own_units:  # 90 minutes, or 1.5 hours
+                continue
             for offer in _offers(value, piece, is_or=is_or, is_sentence=count > 0, must_be_possible=must_be_possible):
                 found += offer
     return found
@@ -120,6 +130,8 @@ def _offers(value: str, piece: str, *, is_or: bool, is_sentence: bool, must_be_p
             continue
         is_first = is_list and bool((before.strip() or is_sentence) and _LIGHT.fullmatch(before))
         is_possible = bool(_POSSIBLE.search(clause))
+        if kind == "formula" and match[0].isalpha() and not (is_or or is_possible):  # 8, i.e. eight
+            continue
         is_offered = is_first
         if not is_or:
             signs = [is_first, is_possible, bool(_RIGHT.match(piece[start:].removeprefix(unit)))]
@@ -130,6 +142,12 @@ def _offers(value: str, piece: str, *, is_or: bool, is_sentence: bool, must_be_p
         is_list = is_offered
         if is_offered:
             yield f"{_separator(piece, before)}{match[0]}"
+
+
+def _units(text: str) -> set[str]:
+    """The units that a text names."""
+    words = re.findall(r"(?<![\\a-z])[a-z]{2,}|(?<=\d )[mgsl](?![a-z])", re.sub(r"\^\{?\\circ", " degrees", text))
+    return {known_unit(word) for word in words if word not in ("in", "am", "pm")} - {None}
 
 
 def _separator(piece: str, before: str) -> str:

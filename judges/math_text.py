@@ -153,7 +153,7 @@ def quantity(text: str) -> Quantity:
     if match and all(match[1].count(opened) == match[1].count(closed) for opened, closed in ("{}", "()")):
         value, gap, name = match.groups()
         unit = _unit(name)  # a letter right after a digit is a variable: 5m
-        is_known = _known(name) or name.lower() in _SPEEDS
+        is_known = known_unit(name) or name.lower() in _SPEEDS
         if unit and (gap or not name[:2].isalpha() or (is_known and len(name) > 1)):
             return Quantity(value, *unit)
     return Quantity(text, (), True)
@@ -167,7 +167,7 @@ def with_slash(text: str) -> str:
     return f"{match[1]} {match[2]}/{match[3]}"
 
 
-def _known(name: str) -> str | None:
+def known_unit(name: str) -> str | None:
     """The unit of this name, if it is one."""
     lower = name.lower()
     forms = (name, lower, lower.removesuffix("s"), lower.removesuffix("es"))
@@ -198,7 +198,7 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
             has_noun = True
         elif name.lower() in _POWERS:
             power = _POWERS[name.lower()]
-        elif (known := _known(name)) is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
+        elif (known := known_unit(name)) is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
             return None
         else:
             is_counted = bool(known or _COUNTED.fullmatch(name))
