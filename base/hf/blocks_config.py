@@ -28,7 +28,7 @@ class BlocksConfig(ModelConfig):
         family = FAMILIES[hf["model_type"]]
         defaults = forms_of_kind(hf["model_type"])["defaults"]
         if family.unlike is not None:
-            hf = family.unlike.with_heads(defaults | hf)
+            hf = family.unlike.with_heads(hf)
         types = family.listed_types(hf) if family.one_part else None
         num_layers = len(types) if types is not None else hf.get("num_hidden_layers")
         inner = family.inner_size(defaults | hf)
@@ -93,20 +93,22 @@ class BlocksConfig(ModelConfig):
         """vLLM reads a scale of Ministral 3 in Mistral's own format, and adds a token to the window of a Cohere 2,
         which transformers does not."""
         hf = self.hf
+        fields: dict = {}
         if self.family.qkv == "latent":
             dense_first = self.family.experts.dense_first
-            fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-            return fields | {dense_first: hf.get(dense_first, 1)}
+            fields = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", dense_first: hf.get(dense_first, 1)}
+        elif self.config_json.get("head_dim", 0) is None:
+            fields["head_dim"] = self.head_dim
         if hf["model_type"] == "lfm2":  # transformers has no such fields
-            return {"conv_dim": hf["hidden_size"], "block_dim": hf["hidden_size"]}
-        if hf["model_type"] == "cohere2":
-            return {"sliding_window": hf["sliding_window"] - 1}
-        rope = hf.get("rope_parameters") or {}
+            fields |= {"conv_dim": hf["hidden_size"], "block_dim": hf["hidden_size"]}
+        if hf["model_type"] == "cohere2" and hf["sliding_window"] is not None:
+            fields["sliding_window"] = hf["sliding_window"] - 1
+        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         beta = rope.get("llama_4_scaling_beta")
-        if beta is None:
-            return {}
-        positions = rope.get("original_max_position_embeddings", self.max_position_embeddings)
-        return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": positions}}
+        if beta is not None:
+            positions = rope.get("original_max_position_embeddings", self.max_position_embeddings)
+            fields["llama_4_scaling"] = {"beta": beta, "original_max_position_embeddings": positions}
+        return fields
 
 
 def _check_unlike(model: BlocksConfig, source: str) -> None:

@@ -39,7 +39,7 @@ OF_ALL = {
     "bool or null": ["output_attentions"],
     "int": ["num_labels"],
     "float above 1 or int above 1": ["rope_theta"],  # yarn divides by its logarithm
-    "int or null": ["sliding_window", *LENGTHS],
+    "int or null": ["sliding_window", "num_nextn_predict_layers", *LENGTHS],
     "[] or null": ["mlp_only_layers"],
     "1 or absent": ["decoder_sparse_step"],
     "absent": [
@@ -166,6 +166,9 @@ def _check_rope(hf: dict, of_kind: dict, source: str) -> None:
     rope = older if rope is None else rope
     if rope is None:
         return
+    is_nested = [isinstance(value, dict) for value in rope.values()]
+    if any(is_nested) and not all(is_nested):
+        raise ConfigError(f"{source}: what holds for all layers is beside what holds for some: remove it")
     forms = _form_of_names(OF_ROPE) | _form_of_names(of_kind.get("rope_parameters", {}))
     for setting in (rope, *rope.values()):
         if not isinstance(setting, dict):

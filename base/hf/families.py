@@ -426,8 +426,8 @@ def text_fields(hf: dict, source: str) -> dict:
         known = ", ".join(whole.texts)
         given = f"text_config: model_type={text['model_type']!r:.80}"
         raise ConfigError(f"{source}: {given} is not supported with model_type={kind!r}; supported: {known}")
-    check_forms(text, source)
     text = forms_of_kind(text["model_type"])["defaults"] | text
+    check_forms(text, source)
     for field_name in ("tie_word_embeddings", "quantization_config", "compression_config"):
         if field_name in hf:
             text[field_name] = hf[field_name]

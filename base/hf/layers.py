@@ -269,7 +269,7 @@ class Gemma4Layers:
             return hf
         first = next(iter(written.values()), None)
         heads = first if isinstance(first, dict) else {}
-        size = heads.get("head_dim", hf["head_dim"])
+        size = heads.get("head_dim", hf.get("head_dim", 256))
         return hf | {"global_head_dim": size, "num_global_key_value_heads": heads.get("num_key_value_heads")}
 
     def sizes(self, hf: dict, types: list[str]) -> Iterator[dict[str, int]]:

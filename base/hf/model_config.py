@@ -477,6 +477,11 @@ class NativeConfig(ModelConfig):
             config_json=content,
         )
 
+    @property
+    def fields_for_vllm(self) -> dict:
+        """Of these it has defaults of its own."""
+        return {name: getattr(self, name) for name in ("num_key_value_heads", "head_dim") if name not in self.hf}
+
 
 def _check_values(hf: dict, source: str) -> None:
     """ConfigError for a field with a value that `model.Body` does not compute."""

@@ -31,6 +31,7 @@ MORE = {
     "gemma4_text": {
         "int": ["global_head_dim"],
         "int or null": ["num_global_key_value_heads"],
+        "int above 0 or null": ["num_experts"],  # vLLM
         "object": ["per_layer_config"],
     },
     "qwen3_5_text": {"int above 0": ["full_attention_interval"]},
@@ -204,6 +205,8 @@ def text_of_file() -> str:
 def forms_of_kind(kind: str) -> dict[str, dict]:
     forms = forms_of(CONFIG_MAPPING[kind])
     for form, names in MORE.get(kind, {}).items():
+        for others in forms.values():
+            others[:] = [name for name in others if name not in names]
         forms[form] = sorted([*forms.get(form, []), *names])
     if kind not in FAMILIES:
         return {"fields": forms}
