@@ -38,6 +38,8 @@ class BlocksConfig(ModelConfig):
             needed += family.state.fields
         if family.has_experts(hf):
             needed += family.experts.sizes(hf)
+            if "intermediate_size" not in defaults:  # no layer of transformers' class is dense
+                needed.remove("intermediate_size")
         if family.qkv == "latent":
             needed += LATENT_SIZES
         check_numbers(fields, needed, source)
@@ -70,7 +72,7 @@ class BlocksConfig(ModelConfig):
         model = cls(
             vocab_size=hf["vocab_size"],
             hidden_size=hf["hidden_size"],
-            intermediate_size=inner,
+            intermediate_size=inner or 0,
             num_hidden_layers=num_layers,
             num_attention_heads=heads,
             num_key_value_heads=key_heads,

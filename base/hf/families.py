@@ -460,6 +460,9 @@ def _check_state(hf: dict, source: str) -> None:
     limit = hf.get("time_step_limit")
     if limit is not None and limit not in NO_LIMITS:
         raise ConfigError(f"{source}: time_step_limit={limit!r:.80}: vLLM 0.32 has no such limit: remove it")
+    if hf.get("moe_latent_size") is not None:
+        problem = f"moe_latent_size={hf['moe_latent_size']!r:.80}"
+        raise ConfigError(f"{source}: {problem}: experts between latent sizes are not computed here: use another model")
     if hf["model_type"] == "nemotron_h" and hf.get("n_shared_experts", 1) != 1:
         problem = f"n_shared_experts={hf['n_shared_experts']!r:.80}"
         raise ConfigError(f"{source}: {problem}: transformers has one shared expert: use a model with one")

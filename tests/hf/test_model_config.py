@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families import hf_config
 from hf_folders import LLAMA3, QWEN2
 from safetensors.numpy import save_file
 
@@ -255,6 +256,17 @@ def test_what_changes_nothing_is_taken():
         dict(rope_parameters={"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 1.0}),
     ):
         assert from_hf({**QWEN2, **fields}) == plain, fields
+
+
+def test_a_class_without_dense_layers_needs_no_size_of_one():
+    """As the published folders of Qwen3.5's mixtures. Of Nemotron 3 Super the experts have another form."""
+    fields = hf_config("qwen3_5_moe_text").to_dict()
+    whole = list(from_hf(fields, "folder/config.json").tensor_shapes())
+    del fields["intermediate_size"]
+    assert list(from_hf(fields, "folder/config.json").tensor_shapes()) == whole
+    latent = hf_config("nemotron_h", moe_latent_size=16).to_dict()
+    with pytest.raises(ConfigError, match="moe_latent_size=16"):
+        from_hf(latent, "folder/config.json")
 
 
 def test_both_forms_of_config_json_mean_the_same():
