@@ -88,12 +88,11 @@ def forms_of(config_class) -> dict[str, list[str]]:
 def measured(kind: str, forms: dict[str, list[str]]) -> dict[str, list[str]]:
     """The forms without null, and without values, with which the class is built and its forward ends, or is not
     finite. Some fields have rules of their own."""
-    fields = hf_config(kind).to_dict()
     found: dict[str, list[str]] = {}
     for form, names in forms.items():
         for name in names:
             kinds = form.split(" or ")
-            if not HAVE_RULES.fullmatch(name) and fields.get(name) is not None:
+            if not HAVE_RULES.fullmatch(name):
                 if "null" in kinds and not works(kind, {"num_kv_shared_layers": 0, name: None}):
                     kinds.remove("null")
                 kinds = [bounded(kind, name, one) for one in kinds]

@@ -189,6 +189,8 @@ def test_a_null_that_a_class_of_transformers_does_not_take():
         ("qwen3_next", dict(linear_num_value_heads=5)),
         ("granitemoehybrid", dict(mamba_d_head=8)),
         ("nemotron_h", dict(layer_types=["mlp"])),
+        ("nemotron_h", dict(moe_latent_size=-1)),
+        ("granitemoehybrid", dict(layers_block_type=None)),
         ("qwen3_5_moe_text", dict(decoder_sparse_step=None)),
         ("phi3", dict(rope_parameters={"rope_type": "linear", "factor": 2.0})),
         ("ministral3", dict(rope_parameters={})),
