@@ -79,8 +79,8 @@ _HEADING = re.compile(  # ## Answer
 )
 _SECTION = re.compile(r"\s*[A-Za-z]{3,}[ :]")  # #### Step 4
 _DISPLAYED = re.compile(r"(?<!\\)\$\$([^$]+)\$\$|\\\[((?:[^\\]|\\[^\[\]])+)\\\]")
-_GOES_ON = re.compile(r"\s*\n\s*(?=or\b)|(?<=\bor)\s*\n\s*")  # with the line before
-_OR_ZH = re.compile(r"(?P<start>[\uff08(])?[\uff0c,]?\s*(?:也?可能是|也可以是|或者?是?)\s*(?=[\d\\$A-J])")
+_GOES_ON = re.compile(r"(?<!\s)\s+(?=or\b)|(?<=\bor)\s+")  # with the line before
+_OR_ZH = re.compile(r"(?<!\s)(?P<start>[\uff08(])?[\uff0c,]?\s*(?:也?可能是|也可以是|或者?是?)\s*(?=[\d\\$A-J])")
 _RIGHT_OPTION = re.compile(  # option B is correct
     r"(?:[Oo]ption |[Cc]hoice |(?P<bracket>\())?\b(?P<letter>[A-J])(?(bracket)\)) is"
     r" (?:(?:the )?(?:correct|right) (?:answer|option|choice)|(?:correct|right)(?= ?[.,]|\s*$))"

@@ -225,7 +225,8 @@ def clean(text: str) -> str:
         for pattern, new in _BEYOND_ASCII:
             text = pattern.sub(new, text)
         text = text.translate(_SIGNS)
-    text = re.sub(r"(?<!\.)\.$", "", text.strip()).strip(" ,;")
+    text = re.sub(r"(?<!\.)\.$", "", text.strip())
+    text = re.sub(r"(?<![\\ ,;])[ ,;]+$|(?<!\\)\\$", "", text).strip()  # not the end of 7\,
     text = FORMULA.sub(r" \1 ", text).strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
