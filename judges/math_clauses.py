@@ -29,7 +29,7 @@ _POSSIBLE = re.compile(
     r"fits?|satisf\w+|alternativ\w+|says?|argue|sometimes|otherwise)\b"
 )
 _NOT = re.compile(
-    r"(?i)\bnot\b|n't\b|\b(?:cannot|never|neither|nor|no|rather|extraneous|too [a-z]+|ruled? out|fails?|"
+    r"(?i)(?<!if )\bnot\b|n't\b|\b(?:cannot|never|neither|nor|no|rather|extraneous|too [a-z]+|ruled? out|fails?|"
     r"at first.*?think|at first|think\w*|if\b.*\bwould|(?:reject|exclud|discard)\w*|"
     r"(?:impossib|inval|wrong|incorrect|false)\w*)\b"
 )
