@@ -776,6 +776,11 @@ class Config(Section):
         return self.loss_fn.reference_policy_kl_penalty > 0
 
     @property
+    def holds_reference(self) -> bool:
+        """Whether the reference policy is here, and not behind a server."""
+        return self.has_reference and self.policy.reference_server_url is None
+
+    @property
     def needs_old_logps(self) -> bool:
         """Whether log-probabilities at the start of the step need a forward of their own.
 

@@ -77,6 +77,7 @@ def _missing_parts(cfg: Config) -> Iterator[str]:
         ("base/agents", bool(cfg.env.agents), "env.agents"),
         ("run/split", uses_split, "policy.generation.colocated.enabled=false"),
         ("lora.py", uses_lora, "policy.dtensor_cfg.lora_cfg.enabled=true"),
+        ("reference.py", cfg.holds_reference, "loss_fn.reference_policy_kl_penalty"),
         ("router_replay.py", cfg.policy.router_replay.enabled, "policy.router_replay.enabled=true"),
         ("run/dump.py", cfg.logger.dump_rollouts > 0, "logger.dump_rollouts"),
         ("run/reward_model.py", uses_reward_model, "env_name 'reward_model'"),

@@ -109,6 +109,9 @@ def check_resumable(cfg: Config, to_train: bool = True) -> None:
     before = reader.load(run / "config.yaml")
     if to_train:
         check_same_reference(run, saved=_saves_reference(before), needed=_saves_reference(cfg))
+        if _saves_reference(cfg) and before.policy.freeze_moe_router != cfg.policy.freeze_moe_router:
+            problem = "its reference has the weights that were trained: set policy.freeze_moe_router as in that run"
+            raise ConfigError(f"checkpointing.resume_from={run}: {problem}")
     changed = {}
     has_lora = any(config.policy.dtensor_cfg.lora_cfg.enabled for config in (before, cfg))
     for key in SAME_WHEN_RESUMED if to_train else SAME_WHEN_LOADED:
@@ -134,8 +137,7 @@ def check_same_reference(where: Path, *, saved: bool, needed: bool) -> None:
 
 def _saves_reference(cfg: Config) -> bool:
     """Whether a checkpoint has the weights of a reference: a teacher's are in its own folder."""
-    has_teacher = cfg.policy.reference_model_name or cfg.policy.reference_server_url
-    return cfg.has_reference and not has_teacher
+    return cfg.holds_reference and cfg.policy.reference_model_name is None
 
 
 def check_same_data(train: Mixture, fingerprints: Mapping[str, str], resumed: str) -> None:

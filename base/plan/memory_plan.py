@@ -49,11 +49,6 @@ def rounded_up(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def holds_reference(cfg: Config) -> bool:
-    """Whether a reference policy is here, and not behind a server."""
-    return cfg.has_reference and cfg.policy.reference_server_url is None
-
-
 @dataclass(frozen=True)
 class Plan:
     """A run on `num_gpus` ranks that train, in all replicas together. vocab: ids of the tokenizer. gpu_bytes: memory of
@@ -564,7 +559,7 @@ class Plan:
             last = self.teacher.num_hidden_layers - 1
             gathered = count(shapes, "embed_tokens") + count(shapes, f"model.layers.{last}.")
             states["teacher"] = c * (self.rows(shapes) + 2 * gathered)
-        elif holds_reference(self.cfg) and "weights" not in self.offloaded:
+        elif self.cfg.holds_reference and "weights" not in self.offloaded:
             states["copy of the policy"] = 4 * self.rows(self.trained)
         ends = c * self.ends
         gather = {"gathered": self.gather}
@@ -681,7 +676,7 @@ class Plan:
         in_memory = self.unpinned if self.cfg.policy.dtensor_cfg.cpu_offload else self.pinned
         pinned["moments"] = in_memory(self.trained, first, 4) - in_memory(self.matrices, 4)
         items = {name: pinned[name] for name in self.offloaded}
-        if holds_reference(self.cfg) and self.trains:
+        if self.cfg.holds_reference and self.trains:
             precision = 4 if self.cfg.grpo.ref_policy_update_alpha < 1 else self.precision
             shapes = dict(self.teacher.tensor_shapes()) if self.teacher else self.trained
             items["reference"] = in_memory(shapes, precision)

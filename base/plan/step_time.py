@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from base.plan.gpus import Gpu
-from base.plan.memory_plan import NUMBER, Plan, count, holds_reference
+from base.plan.memory_plan import NUMBER, Plan, count
 from config import Config, num_recomputed
 
 # Shares of a data sheet's speed that are reached: matmuls as in docs/scale.md, memory and links as NVIDIA's own tests.
@@ -44,7 +44,7 @@ class Step:
             prompt=prompt,
             response=longest * MEAN_RESPONSE,
             longest=longest,
-            scorings=int(holds_reference(cfg)),
+            scorings=int(cfg.holds_reference),
             group=grpo.num_generations_per_prompt,
             shared=policy.sequence_packing.share_prefix,
             epochs=policy.ppo_epochs,
@@ -168,7 +168,7 @@ def checkpoint_bytes(plan: Plan) -> int:
     size = (4 + first + 4) * trained - 4 * count(plan.matrices)
     if not plan.lora:
         size += 4 * (count(plan.shapes) - trained)  # frozen routers
-    if holds_reference(plan.cfg) and plan.teacher is None:
+    if plan.cfg.holds_reference and plan.teacher is None:
         size += (4 if plan.cfg.grpo.ref_policy_update_alpha < 1 else plan.precision) * trained
     return size
 

@@ -97,6 +97,13 @@ def test_a_reference_that_no_checkpoint_has_is_refused(run):
             assert "reference_policy_kl_penalty" in refused(now)
 
 
+    routers = replace(with_kl, policy=replace(cfg.policy, freeze_moe_router=False))
+    (folder / "config.yaml").write_text(reader.to_yaml(routers))
+    assert "freeze_moe_router" in refused(with_kl)  # the reference has no weights of routers then
+    (folder / "config.yaml").write_text(reader.to_yaml(replace(routers, loss_fn=without_kl.loss_fn)))
+    resume.check_resumable(without_kl)
+
+
 def with_lora(cfg, lora):
     return replace(cfg, policy=replace(cfg.policy, dtensor_cfg=config.DTensorConfig(lora_cfg=lora)))
 

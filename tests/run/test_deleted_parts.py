@@ -19,6 +19,7 @@ PARTS = {
     "base/agents": AGENT,
     "run/split": ["policy.generation.colocated.enabled=false", "policy.generation.colocated.resources.gpus_per_node=1"],
     "lora.py": ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.dim=4"],
+    "reference.py": ["loss_fn.reference_policy_kl_penalty=0.1"],
     "router_replay.py": ["policy.router_replay.enabled=true"],
     "run/reward_model.py": ["data.default.env_name=reward_model"],
     "judges": ["data.default.env_name=math"],
