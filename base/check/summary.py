@@ -1,6 +1,5 @@
 """What `--check` and the start of a run print of their data and settings. No torch."""
 
-
 from base.hf.model_config import ModelConfig
 from base.inputs.keys import FIELDS
 from base.inputs.mixing import Cursor

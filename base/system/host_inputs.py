@@ -111,4 +111,3 @@ class HostInputs:
 
 def _take(kept: ParkedInput | Tensor) -> Tensor:
     return kept.take() if isinstance(kept, ParkedInput) else kept
-

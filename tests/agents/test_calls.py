@@ -86,8 +86,7 @@ def test_a_tree_of_calls(tokenizer):
     assert two[0].prompt_ids == two[1].prompt_ids and len({call.seed for call in rollout.calls}) == 6
     assert again.prompt_ids == first.prompt_ids and again.seed != first.seed
     assert (
-        tokenizer.decode(other.prompt_ids[len(first.ids) :], special=True)
-        == "\n<|user|>user\n!<|end|>\n<|assistant|>"
+        tokenizer.decode(other.prompt_ids[len(first.ids) :], special=True) == "\n<|user|>user\n!<|end|>\n<|assistant|>"
     )
     for call in rollout.calls[1:]:
         reply_of(call, tokenizer, "b")

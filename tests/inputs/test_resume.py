@@ -96,7 +96,6 @@ def test_a_reference_that_no_checkpoint_has_is_refused(run):
         else:
             assert "reference_policy_kl_penalty" in refused(now)
 
-
     routers = replace(with_kl, policy=replace(cfg.policy, freeze_moe_router=False))
     (folder / "config.yaml").write_text(reader.to_yaml(routers))
     assert "freeze_moe_router" in refused(with_kl)  # the reference has no weights of routers then
