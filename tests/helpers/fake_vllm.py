@@ -339,9 +339,11 @@ def install() -> None:
     whole, part = ModuleType("vllm"), ModuleType("vllm.sampling_params")
     of_text = ModuleType("vllm.v1.engine.detokenizer")
     of_text.IncrementalDetokenizer = IncrementalDetokenizer
+    rotary = ModuleType("vllm.model_executor.layers.rotary_embedding.base")
+    rotary.RotaryEmbedding = SimpleNamespace(forward_native=None)  # which engine.py sets; nothing here calls it
     whole.LLM, whole.EngineArgs, whole.__version_tuple__ = LLM, EngineArgs, (0, 32, 0)
     whole.SamplingParams, whole.sampling_params = SamplingParams, part
     part.SamplingParams, part.RequestOutputKind = SamplingParams, RequestOutputKind
-    for module in (whole, part, of_text):
+    for module in (whole, part, of_text, rotary):
         module.__spec__ = ModuleSpec(module.__name__, loader=None)
         sys.modules[module.__name__] = module
