@@ -214,8 +214,33 @@ def generate(job: Job) -> str:
 def restore(run: Run) -> None:
     """Continues from the checkpoint that the config resumes, if it does."""
     if run.cfg.checkpointing.resume_from:
-        from run.restore import resume  # a run that resumes none does without
-
-        resume(run)
+        _resume(run)
     elif any(run.saver.folder.glob("step_*")):
         raise ConfigError(f"{run.saver.folder} holds checkpoints of another run: choose another checkpoint_dir")
+
+
+def _resume(run: Run) -> None:
+    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
+    from base.inputs.resume import check_same_data  # a run that resumes none does without these
+    from run.restore import load
+
+    cfg = run.cfg.checkpointing
+    train = run.inputs.train
+    folder = run.saver.folder
+    reference_shards = run.reference.shards if run.reference else {}
+    base_sha256 = run.state.base_sha256
+    counters = load(folder, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
+    counters["bonus"] = EntropyBonus(**counters.get("bonus", {}))
+    state = RunState(**counters)
+    run.state = state
+    run.saver.saved = state.step
+    if cfg.allow_changes and state.fingerprints != train.fingerprints:
+        run.ranks.print_rank0(
+            "WARNING: the data have changed (checkpointing.allow_changes=true): reading starts at their first row"
+        )
+        state.cursor = train.start()
+        state.fingerprints = train.fingerprints
+        state.selections = {}
+    train.restore_selections(state.selections)
+    check_same_data(train, state.fingerprints, cfg.resume_from)
+    run.ranks.print_rank0(f"resumed from {folder / f'step_{state.step:06d}'}")

@@ -3,7 +3,6 @@ what a checkpoint holds. A run that resumes none does without this file.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -11,39 +10,11 @@ from torch import Tensor, nn
 
 from base.hf.weights import local_shard
 from base.inputs.checkpoints import of_this_program, read_meta
-from base.inputs.resume import candidates, check_same_data, check_same_reference, damaged
+from base.inputs.resume import candidates, check_same_reference, damaged
 from base.system.optimizer import Optimizer
 from base.system.ranks import Ranks, gather, local_rows, on_rank0
 from config import CheckpointingConfig, ConfigError
-from optim import EntropyBonus
 from run.checkpoint import HasState, sha256_of, stored_tensors
-
-if TYPE_CHECKING:
-    from run.job import Run
-
-
-def resume(run: "Run") -> None:
-    """Loads the checkpoint that the config resumes: weights, the optimizer's state, the reference and the counters."""
-    cfg = run.cfg.checkpointing
-    train = run.inputs.train
-    folder = run.saver.folder
-    reference_shards = run.reference.shards if run.reference else {}
-    base_sha256 = run.state.base_sha256
-    counters = load(folder, cfg, run.model, run.optimizer, run.ranks, reference_shards, base_sha256)
-    counters["bonus"] = EntropyBonus(**counters.get("bonus", {}))
-    state = type(run.state)(**counters)
-    run.state = state
-    run.saver.saved = state.step
-    if cfg.allow_changes and state.fingerprints != train.fingerprints:
-        run.ranks.print_rank0(
-            "WARNING: the data have changed (checkpointing.allow_changes=true): reading starts at their first row"
-        )
-        state.cursor = train.start()
-        state.fingerprints = train.fingerprints
-        state.selections = {}
-    train.restore_selections(state.selections)
-    check_same_data(train, state.fingerprints, cfg.resume_from)
-    run.ranks.print_rank0(f"resumed from {folder / f'step_{state.step:06d}'}")
 
 
 def load(

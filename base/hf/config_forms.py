@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from base.hf.family import NUM_EXPERTS
+from base.hf.fields import NUM_EXPERTS
 from base.system.files import read_json
 from config import ConfigError
 

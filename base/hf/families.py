@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 
 from base.hf.config_forms import check_forms, forms_of_kind
-from base.hf.family import ALWAYS, ATTENTION_BIAS, MLP_BIAS, NATIVE, PRE_NORM, Family, Switch, Windows
+from base.hf.family import NATIVE, PRE_NORM, Family, Windows
+from base.hf.fields import ALWAYS, ATTENTION_BIAS, MLP_BIAS, Switch
 from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, Names, ShortConv
 from config import ConfigError
 

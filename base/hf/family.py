@@ -5,35 +5,21 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
+
+from base.hf.fields import ALWAYS, ATTENTION_BIAS, MLP_BIAS, Switch
 
 if TYPE_CHECKING:
     from base.hf.layers import DeltaNet, Experts, Gemma4Layers, Mamba, ShortConv
 
-Shapes = dict[str, tuple[int, ...]]
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron's pattern
 OLDER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # until transformers 5
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what config.json calls it
 PRE_NORM = ("input_layernorm", "post_attention_layernorm")
 MLP_NAMES = {
     "gated": ("gate_proj", "up_proj", "down_proj"),
     "gate and up fused": ("gate_up_proj", "down_proj"),
     "plain": ("up_proj", "down_proj"),
 }
-
-
-class Switch(NamedTuple):
-    """A field of config.json that says whether a tensor is there."""
-
-    field: str | None
-
-    def is_on(self, hf: dict) -> bool:
-        return self.field is None or bool(hf.get(self.field))
-
-
-ALWAYS = Switch(None)
-ATTENTION_BIAS = Switch("attention_bias")
-MLP_BIAS = Switch("mlp_bias")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
 
-from base.hf.family import ALWAYS, NUM_EXPERTS, Shapes, Switch
+from base.hf.fields import ALWAYS, NUM_EXPERTS, Shapes, Switch
 
 HAS_FLA = find_spec("fla") is not None  # the package fla-core, with a kernel of the gated delta rule for CUDA
 DELTA_CHUNK = 64  # rows that transformers' own gated delta rule computes at once

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from base.hf.family import MLP_NAMES, NATIVE, Family, Shapes, Switch
+from base.hf.family import MLP_NAMES, NATIVE, Family
+from base.hf.fields import Shapes, Switch
 from config import ConfigError
 
 if TYPE_CHECKING:

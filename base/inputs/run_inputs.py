@@ -357,4 +357,4 @@ def start_environments(inputs: RunInputs, on_rank0: OnRank0 = lambda work: work(
         return ()
     from base.inputs.trial import try_environments  # a run without classes of the user's does without
 
-    return on_rank0(lambda: try_environments(inputs))
+    return on_rank0(lambda: try_environments(inputs.environments, inputs.sets, inputs.tokenizer))

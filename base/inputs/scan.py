@@ -106,10 +106,18 @@ def load_dataset(
         check(env_name, [])
     whole = replace(scanned, problems=Problems(maker, scanned.problems, cfg.repeat, held))
     if cfg.split_validation_size:
-        from base.inputs.held_out import split
+        from base.inputs.held_out import split_rows
 
-        return split(whole, cfg)
+        rest, part = split_rows(len(whole.problems.rows), cfg, whole.path)
+        key = f"{len(part)} {cfg.seed}"
+        return _part(whole, f"rest {key}", rest), replace(_part(whole, f"part {key}", part), left_out="")
     return whole, None
+
+
+def _part(whole: Dataset, name: str, places: np.ndarray) -> Dataset:
+    fingerprint = hashlib.sha256(f"{whole.fingerprint} {name}".encode()).hexdigest()
+    problems = replace(whole.problems, rows=whole.problems.rows[places])
+    return replace(whole, problems=problems, fingerprint=fingerprint)
 
 
 def _picked(numbers: np.ndarray, max_rows: int, seed: int) -> np.ndarray:

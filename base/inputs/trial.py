@@ -1,32 +1,34 @@
 """Tries the user's environments before a run: it would find a mistake in one only after its engine has started."""
 
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 import envs
 from base.graders.environments import read_results
+from base.hf.tokenizer import Tokenizer
+from base.inputs.scan import Dataset
 from base.system.users_code import call
 
-if TYPE_CHECKING:
-    from base.inputs.run_inputs import RunInputs
-
+Sets = Sequence[tuple[str, Dataset]]
 TRIED_ROWS = 1250  # of each set, among which a row is looked for to try an environment on
 
 
-def try_environments(inputs: "RunInputs") -> tuple[str, ...]:
+def try_environments(environments: Mapping[str, envs.Environment], sets: Sets, tokenizer: Tokenizer) -> tuple[str, ...]:
     """Calls each class or function of the user's once, with two plain replies to a row. Returns the names of those that
     ask for another turn. ConfigError for what one raises."""
     asking = []
-    for name, environment in inputs.environments.items():
+    for name, environment in environments.items():
         if ":" in name:
-            results = _try_environment(inputs, name, environment)
+            results = _try_environment(name, environment, sets, tokenizer)
             if not all(result.done for result in results):
                 asking.append(name)
     return tuple(asking)
 
 
-def _try_environment(inputs: "RunInputs", name: str, environment: envs.Environment) -> list[envs.StepResult]:
-    problems = chain.from_iterable(islice(dataset.problems, TRIED_ROWS) for _, dataset in inputs.sets)
+def _try_environment(
+    name: str, environment: envs.Environment, sets: Sets, tokenizer: Tokenizer
+) -> list[envs.StepResult]:
+    problems = chain.from_iterable(islice(dataset.problems, TRIED_ROWS) for _, dataset in sets)
     problem = next((problem for problem in problems if problem.env_name == name), None)
     if problem is None:  # its rows are rare
         return []
@@ -38,7 +40,7 @@ def _try_environment(inputs: "RunInputs", name: str, environment: envs.Environme
             finish_reason="stop",
             fields=problem.fields,
             prompt_ids=problem.prompt_ids,
-            completion_ids=inputs.tokenizer.backend.encode(reply).ids,
+            completion_ids=tokenizer.backend.encode(reply).ids,
             raw_reply=reply,
         )
         turns.append(turn)

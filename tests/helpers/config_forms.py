@@ -21,7 +21,7 @@ from families import hf_config
 
 from base.hf.config_forms import NEEDED_BY_ROPE
 from base.hf.families import FAMILIES, WHOLE
-from base.hf.family import NUM_EXPERTS
+from base.hf.fields import NUM_EXPERTS
 
 # Attributes that config.json may have, too; base/hf/config_forms.py has their forms.
 FIELDS_TOO = ("model_type", "name_or_path", "num_labels", "output_attentions", "rope_scaling", "torch_dtype")
