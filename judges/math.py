@@ -92,7 +92,7 @@ _LAST_LINE = re.compile(  # one that states the answer
 )
 # A number, a formula, an option or a variable.
 _STATED = re.compile(r"(?![a-z]{3,}[ :]).*[\d\\].*|\W*[A-J]\W*|\W*[a-z]\W*", re.DOTALL)
-_VERB = r"(?:is|are|was|were|equals|ha[sd]|have|makes|takes|costs|needs|gets|earns|pays)"
+_VERB = r"(?:are|were|had|have|(?!minus|plus|times|less|perhaps|versus|always|across)[a-z]+s)"
 _BEFORE_VALUE = re.compile(  # a + b = **7**; There are **7** ways; It is 7
     r"^.*?=\s*(?=\*\*[^*]+\*\*)|^(?!\D*(?:\b(?:not?|never|than|least|most|if)\b|n't))[A-Z][a-z]* [^*\d\\$]*"
     rf"(?:(?=\*\*[^*]*\d[^*]*\*\*)|\b{_VERB} (?=[\d$\\-]))"
@@ -315,6 +315,9 @@ def _first_form(text: str) -> str | None:
     approximation = re.fullmatch(r"(.+?)\\approx(?![a-z])(.+)", text)
     if approximation and number(approximation[2]) and not re.fullmatch(rf"{NAME}\s*", approximation[1]):
         return approximation[1] if not number(approximation[1]) else None
+    about = re.fullmatch(r"(.+?)\s*\((?:about|approximately|roughly)\b[^()]*\)", text)
+    if about:
+        return about[1]
     forms = _OR.split(re.sub(r"\(\s*or\b(.*)\)$", r"or\1", text))
     if len(forms) > 1 and all(_is_another_form(forms[0], form) for form in forms[1:]):
         return forms[0]

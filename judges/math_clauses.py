@@ -30,7 +30,7 @@ _POSSIBLE = re.compile(
 )
 _NOT = re.compile(
     r"(?i)(?<!if )\bnot\b|n't\b|\b(?:cannot|never|neither|nor|no|rather|extraneous|too [a-z]+|ruled? out|fails?|"
-    r"at first.*?think|at first|think\w*|if\b.*\bwould|(?:reject|exclud|discard)\w*|"
+    r"at first.*?think|at first|think\w*|(?:if|without)\b.*\bwould|(?:reject|exclud|discard)\w*|"
     r"(?:impossib|inval|wrong|incorrect|false)\w*)\b"
 )
 _DASH = r"(?:-+|\u2013|\u2014)"
@@ -49,7 +49,7 @@ _REST = re.compile(  # of a line behind its value
     rf"| {_DASH} (?={_OR}|(?!{_FUNCTIONS})[a-z]{{2}})|(?<=\d): (?=[a-z]{{2}}|\d+ ?[-+*/])"
     r"|(?<=\S )\((?!mod|base|if|when|for|[^()]*(?:sqrt|sin|cos|tan)\b)(?=[^()]*(?<![\\a-z])[a-z]{2})"
     r"|(?<=\d )\((?=[^a-zA-Z\\]*\))|(?<=^[A-J])(?:, (?=\d)| [-\u2013] | \()"
-    r"|(?<=[\ds] )(?:each|every|only|exactly|altogether|in total|in all|when rounded|after)\b"
+    r"|(?<=[\ds] )(?:each|every|only|exactly|altogether|in total|in all|(?:when )?rounded|after)\b"
     r"|[\uff0c\uff1b](?=[\u4e00-\u9fff])|(?<=[\dA-J$})])(?= ?[或和])"
 )
 _PIECE = re.compile(rf"(?i)(?=; |{_DASH} |\([^()]*[a-z]{{2}}|(?<!\w)(?:(?<![\dA-J)}}] )(?:{_OR})|{_BUT}|{_REASON})\b)")

@@ -77,12 +77,14 @@ _KINDS = r"(?:real|complex|whole|positive|non-?negative|non-?zero|natural|intege
 _FOR = rf"(?:for|where|with|provided(?: that)?|\\forall)(?: (?:all|any|every|each|some))?(?: {_KINDS})*"
 _FOR_ALL = r"(?:for (?:all|any|every|each|some)|\\forall)"
 _CONSTANT = rf"is (?:an?|any) (?:arbitrary |{_KINDS} )*(?:constant|integer|number)"
+_EVERYWHERE = re.compile(rf"{_BEHIND}for (?:all|any|every|each)(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?")
 _SEVERAL = rf"(?P<name>{_LETTERS}(?:(?:\s*,\s*(?:and )?| and ){_LETTERS})+)"
 _DOMAINS = [
     re.compile(rf"{_BEHIND}(?:{_FOR})?\s*{_VARIABLE}\s*(?P<domain>{domain})\s*\)?")
     for domain in (r"\\in\s*\\mathbb\s*\{[A-Z]\}(?:[\^_]\{?[+*\d]\}?)?", r"(?:\\ge|\\ne|>)\s*-?\d{1,3}", _CONSTANT)
 ] + [
     re.compile(rf"{_BEHIND}(?:{_FOR_ALL}|for(?= {_KINDS}))(?P<domain>(?: {_KINDS})*)\s*{_VARIABLE}\s*\)?"),
+    _EVERYWHERE,
     re.compile(rf"{_BEHIND}where {_SEVERAL}\s*(?P<domain>are(?: any| arbitrary| {_KINDS})+)\s*\)?"),
     _PLACE,
 ]
@@ -101,15 +103,16 @@ class Quantity(NamedTuple):
 
 def without_domain(text: str) -> tuple[str, str]:
     """A formula without the domain of a variable that it holds, and that domain, "" if it has none: 3k+1, k \\in
-    \\mathbb{Z}; x+1 for all real x; x^2+C where C is a constant. So the place of a number: 12 at x = 2."""
+    \\mathbb{Z}; x+1 for all real x; x^2+C where C is a constant. So the place of a number: 12 at x = 2, 12 for
+    all n."""
     for pattern in _DOMAINS:
         match = pattern.fullmatch(text)
         if match is None or LESS.search(match["rest"]) or _LISTED.search(match["rest"]):
             continue
         names = re.split(r",\s*(?:and )?| and ", match["name"])
         is_held = all(_holds(match["rest"], name.strip()) for name in names)
-        is_place = pattern is _PLACE
-        if is_held != is_place:
+        is_of_number = pattern in (_PLACE, _EVERYWHERE)
+        if is_held != is_of_number:
             return match["rest"].strip(), squeeze(f"{match['name']} {match['domain']}")
     return text, ""
 
