@@ -103,8 +103,21 @@ def test_the_engine_sleeps_while_a_run_trains(cuda, policy, tmp_path, one_rank):
         asleep.append(is_asleep())
         return clip(*args)
 
+    on_cuda = mock.patch.object(torch.cuda, "is_available", lambda: True)  # from the engine's start to the call
+    build = job.build
+
+    def build_on_cuda(*args, **kwargs):
+        built = build(*args, **kwargs)
+        on_cuda.start()
+        return built
+
+    def expand_asleep():
+        on_cuda.stop()
+        asleep.append(is_asleep())
+
     cuda.setattr(grpo, "clip_grad_norm", clip_asleep)
-    cuda.setattr(allocator, "expand_segments", lambda: asleep.append(is_asleep()))
+    cuda.setattr(job, "build", build_on_cuda)
+    cuda.setattr(allocator, "expand_segments", expand_asleep)
     write_rows(tmp_path)
     words = ("grpo.max_num_steps=2", "grpo.logp_gap_limit=null", "grpo.canary_period=2", "checkpointing.enabled=false")
     cuda.setattr(sys, "argv", ["", *arguments(tmp_path), *words])

@@ -109,7 +109,8 @@ def test_a_diff_edits_two_files_at_most_and_stands_in_the_table(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_lines_of_a_diff_are_no_longer_than_ours(name):
-    lines = (FOLDER / f"{name}.diff").read_text().splitlines()
+    of_files = (FOLDER / f"{name}.diff").read_text().split("\n+++ b/")
+    lines = [line for diff in of_files if not diff.partition("\n")[0].endswith(".json") for line in diff.splitlines()]
     added = [line.removeprefix("+") for line in lines if line.startswith("+")]
     assert [line for line in added if len(line) > 120] == []
 
