@@ -15,7 +15,8 @@ _OR = "or|maybe|perhaps|possibly|alternatively|otherwise|else|if not|no,? wait|w
 _BUT = r"but|though|although|however|while|whereas|yet|unless|plus|as well as|along with|together with|that is|i\.e"
 _REASON = r"because|since|(?<!well )as(?! well)|so|thus|hence|therefore"
 _LIGHT = re.compile(  # words that may stand before a value which comes first
-    rf"(?i)(?:[^\w\\=<>]|(?:{_OR}|{_BUT}|and|also|even|then|to|either|just|sometimes|equally|the|answers?|values?|option|choice|its?|is|be|"
+    rf"(?i)(?:[^\w\\=<>]|(?:{_OR}|{_BUT}|and|also|even|then|to|either|just|sometimes|equally|the|answers?|"
+    r"values?|option|choice|its?|is|be|"
     r"may|might|could|can|would|should|well|about|approximately|roughly|equivalently|another|other|"
     r"second|possible|there|solution|one|in (?:which|some) cases?)\b)*"
 )
@@ -25,8 +26,8 @@ _RIGHT = re.compile(  # what may follow the value
     r"satisf\w+|possible|instead|otherwise|assuming|for(?! (?:each|the|a)\b))\b)"
 )
 _POSSIBLE = re.compile(
-    r"(?i)\b(?:too|also|may|might|could|would|can|another|possible|arguable|plausible|accept\w*|valid|right|correct|works?|"
-    r"fits?|satisf\w+|alternativ\w+|says?|argue|sometimes|otherwise)\b"
+    r"(?i)\b(?:too|also|may|might|could|would|can|another|possible|arguable|plausible|accept\w*|valid|right|"
+    r"correct|works?|fits?|satisf\w+|alternativ\w+|says?|argue|sometimes|otherwise)\b"
 )
 _NOT = re.compile(
     r"(?i)(?<!if )\bnot\b|n't\b|\b(?:cannot|never|neither|nor|no|rather|extraneous|too [a-z]+|ruled? out|fails?|"
@@ -38,8 +39,8 @@ _ABOUT = re.compile(r"(?i)\b(?:about|approximately|roughly)\b")
 _FORMULA = re.compile(r"\$(?!\s)([^$]+)(?<![\s$])\$(?!\d)|\\\((.+?)\\\)")
 _FUNCTIONS = "sqrt|sin|cos|tan|log|ln|exp|pi"
 _COMPOUND = re.compile(  # $4$ feet $3$ inches
-    r"\s*(?:\\(?:cdot|times)\s*|(?!(?:for|at|by|when|where|because|since|as|if|in|of|with|from|on|or|per|is|to|than|about|and|"
-    r"after|before|over|within)\b)[a-z]+ (?:and )?)?\$?\d"
+    r"\s*(?:\\(?:cdot|times)\s*|(?!(?:for|at|by|when|where|because|since|as|if|in|of|with|from|on|or|per|is|to|than|"
+    r"about|and|after|before|over|within)\b)[a-z]+ (?:and )?)?\$?\d"
 )
 _WORD = r"[A-Za-z]{2,}\b(?! ?=)"
 _CLAUSE = rf"(?:{_WORD}|[aI] [a-z]{{2}}|[a-z] (?:is|are|an?|being|any|some) |[a-z]\.[a-z])"

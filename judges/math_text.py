@@ -191,6 +191,7 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
     if re.search(r"[\d^]", _UNIT_TOKEN.sub("", text)):
         return None
     for name, exponent in tokens:
+        known = known_unit(name)
         if name in ("/", "per"):
             side = -1
         elif name.lower() in _SPEEDS:
@@ -201,7 +202,7 @@ def _unit(text: str) -> tuple[tuple[tuple[str, int], ...], bool] | None:
             has_noun = True
         elif name.lower() in _POWERS:
             power = _POWERS[name.lower()]
-        elif (known := known_unit(name)) is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
+        elif known is None and (_NO_NOUN.fullmatch(name) or not is_word(name)):
             return None
         else:
             is_counted = bool(known or _COUNTED.fullmatch(name))

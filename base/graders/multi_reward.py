@@ -31,4 +31,5 @@ class MathMultiReward(Environment):
         has_one_answer = message.count("<answer>") == 1 and message.count("</answer>") == 1
         is_in_form = has_one_answer and self.FORM.search(message) is not None
         rewards = {"correctness": float(is_right), "integer": float(text.isdigit()), "format": float(is_in_form)}
-        return StepResult(sum(rewards.values()), "ok" if is_right else "wrong", rewards=rewards, extracted=text)
+        outcome = "ok" if is_right else "wrong"
+        return StepResult(sum(rewards.values()), outcome, rewards=rewards, extracted=text)

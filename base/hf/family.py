@@ -106,7 +106,8 @@ class Family:
 
     def layer_types(self, hf: dict) -> list[str]:
         """Of a family with state."""
-        if (listed := self.listed_types(hf)) is not None:
+        listed = self.listed_types(hf)
+        if listed is not None:
             return listed
         types = []
         full = hf.get("full_attn_idxs")
@@ -115,7 +116,8 @@ class Family:
             if self.hybrid:
                 kind = "hybrid"
             elif full is not None:
-                kind = "full_attention" if number in full else kind
+                if number in full:
+                    kind = "full_attention"
             elif self.full_every is not None and (number + 1) % hf.get("full_attention_interval", self.full_every) == 0:
                 kind = "full_attention"
             types.append(kind)

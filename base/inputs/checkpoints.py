@@ -46,7 +46,11 @@ def committed(folder: Path) -> list[Path]:
 def by_metric(folder: Path, higher_is_better: bool) -> list[Path]:
     """The whole checkpoints in `folder` that have the metric of metric_name, best first, the newer first of equals."""
     sign = -1 if higher_is_better else 1
-    rated = [(sign * metric, path) for path in committed(folder) if (metric := read_meta(path)["metric"]) is not None]
+    rated = []
+    for path in committed(folder):
+        metric = read_meta(path)["metric"]
+        if metric is not None:
+            rated.append((sign * metric, path))
     return [path for _, path in sorted(rated, key=lambda pair: pair[0])]
 
 

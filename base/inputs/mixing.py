@@ -120,7 +120,10 @@ class Mixture:
         for number in self.order(self.num_problems, position, count):
             place = bisect(starts, number) - 1
             name = names[place]
-            yield name, None if name in self.selections else number - starts[place]
+            index = number - starts[place]
+            if name in self.selections:
+                index = None
+            yield name, index
 
 
 def epoch_order(
